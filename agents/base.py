@@ -1,0 +1,34 @@
+"""What training needs of a learner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from engine.policy_heads import Head
+
+
+class Learner(Protocol):
+    """Learns a controller from steps of an environment."""
+
+    name: str
+
+    def choose(self, vector: np.ndarray, mask: Sequence[bool]) -> int:
+        """The action to try next for an observation `[features]`."""
+        ...
+
+    def update(self, vector: np.ndarray, action: int, drafted: int, accepted: int, plain_steps: float) -> None:
+        """Learn from a step: tokens drafted and accepted, and its time in plain steps."""
+        ...
+
+    def head(self) -> Head:
+        """The decision function learned so far, for export."""
+        ...
+
+    def state(self) -> dict[str, np.ndarray]:
+        """All that `restore` needs to go on learning as if nothing had happened."""
+        ...
+
+    def restore(self, state: Mapping[str, np.ndarray]) -> None: ...

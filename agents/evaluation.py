@@ -1,0 +1,177 @@
+"""Controllers judged on the live engine: paired over requests, interleaved, token by token against plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from engine import Generation, Policy, SpeculativeDecoder
+from envs.dialogue import Dialogue
+from envs.workloads import Workload
+
+RESAMPLES = 2000
+PLAIN = "plain"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One arm's run of one request.
+
+    Attributes:
+        mismatched: positions whose token differs from plain decoding's, a missing or surplus token counted as one.
+    """
+
+    request: str
+    kind: str
+    tokens: int
+    seconds: float
+    first_token: float
+    drafts: int
+    drafted: int
+    accepted: int
+    cached: int
+    mismatched: int
+
+
+@dataclass(frozen=True)
+class ArmSummary:
+    """An arm over all requests; intervals are 95 % bootstrap intervals, paired over requests.
+
+    Attributes:
+        speedup: plain's seconds for the same requests over the arm's, with the interval's ends.
+        tokens_per_second: new tokens over seconds, prefill included.
+        time_to_first_token: median seconds.
+    """
+
+    arm: str
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    speedup: float
+    speedup_low: float
+    speedup_high: float
+    time_to_first_token: float
+    acceptance_rate: float
+    mean_acceptance_length: float
+    mismatched_tokens: int
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Every arm on every request."""
+
+    workload: str
+    outcomes: Mapping[str, list[Outcome]]
+
+    def summaries(self, kind: str | None = None) -> list[ArmSummary]:
+        """One summary an arm, in the order that they were given; of one kind of request, or of all."""
+        kept = {
+            arm: [outcome for outcome in outcomes if kind in (None, outcome.kind)]
+            for arm, outcomes in self.outcomes.items()
+        }
+        return [_summary(arm, outcomes, kept[PLAIN]) for arm, outcomes in kept.items()]
+
+    @property
+    def kinds(self) -> list[str]:
+        return list(dict.fromkeys(outcome.kind for outcome in self.outcomes[PLAIN]))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "workload": self.workload,
+            "requests": len(self.outcomes[PLAIN]),
+            "arms": [asdict(summary) for summary in self.summaries()],
+            "kinds": {kind: {s.arm: s.speedup for s in self.summaries(kind)} for kind in self.kinds},
+            "outcomes": {arm: [asdict(o) for o in outcomes] for arm, outcomes in self.outcomes.items()},
+        }
+
+
+def judge(
+    decoder: SpeculativeDecoder,
+    arms: Mapping[str, str | Policy],
+    workload: Workload,
+    max_new_tokens: int,
+    on_request: Callable[[], object] = lambda: None,
+) -> Judgement:
+    """Run every arm on every request, greedily, and compare with the arm named "plain".
+
+    Each arm keeps its own caches, so that it meets each request with what a server of its kind would hold. The arms
+    take turns on each request, in an order that rotates, so that drift of the machine touches all alike. The history
+    of a conversation is plain decoding's, for every arm.
+    """
+    if PLAIN not in arms:
+        raise ValueError(f"the arms {', '.join(arms)} lack {PLAIN!r}, which the others are compared with")
+    engines = {name: decoder.with_empty_caches().with_controller(arm) for name, arm in arms.items()}
+    _warm_up(engines)
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in engines}
+    order = list(engines)
+    for conversation in workload.conversations:
+        dialogue = Dialogue(conversation)
+        while turn := dialogue.next_turn():
+            done = {name: engines[name].generate(turn.messages, max_new_tokens) for name in order}
+            order = order[1:] + order[:1]
+            for name in engines:
+                outcomes[name].append(_outcome(turn.id, turn.kind, done[name], done[PLAIN]))
+            dialogue.reply(done[PLAIN].text)
+            on_request()
+    return Judgement(workload.name, outcomes)
+
+
+def _warm_up(engines: Mapping[str, SpeculativeDecoder]) -> None:
+    """A short request for each arm that shares no prefix with what is measured, so that first-use costs are paid."""
+    for decoder in engines.values():
+        decoder.generate([3, 4, 5, 3, 4, 5, 3, 4], max_new_tokens=8, salt="warm-up", ignore_eos=True)
+
+
+def _outcome(request: str, kind: str, generation: Generation, plain: Generation) -> Outcome:
+    counters = generation.counters
+    return Outcome(
+        request=request,
+        kind=kind,
+        tokens=len(generation.tokens),
+        seconds=generation.seconds,
+        first_token=generation.time_to_first_token,
+        drafts=counters.num_drafts,
+        drafted=counters.num_draft_tokens,
+        accepted=counters.num_accepted_tokens,
+        cached=counters.num_cached_tokens,
+        mismatched=count_mismatches(generation.tokens, plain.tokens),
+    )
+
+
+def count_mismatches(tokens: list[int], reference: list[int]) -> int:
+    """Positions at which two token lists differ; what one has beyond the other counts too."""
+    differing = sum(ours != theirs for ours, theirs in zip(tokens, reference, strict=False))
+    return differing + abs(len(tokens) - len(reference))
+
+
+def _summary(arm: str, outcomes: list[Outcome], plain: list[Outcome]) -> ArmSummary:
+    seconds = np.array([o.seconds for o in outcomes])
+    reference = np.array([o.seconds for o in plain])
+    low, high = _interval(reference, seconds)
+    tokens, drafts = sum(o.tokens for o in outcomes), sum(o.drafts for o in outcomes)
+    accepted, drafted = sum(o.accepted for o in outcomes), sum(o.drafted for o in outcomes)
+    return ArmSummary(
+        arm=arm,
+        tokens=tokens,
+        seconds=float(seconds.sum()),
+        tokens_per_second=tokens / float(seconds.sum()),
+        speedup=float(reference.sum() / seconds.sum()),
+        speedup_low=low,
+        speedup_high=high,
+        time_to_first_token=float(np.median([o.first_token for o in outcomes])),
+        acceptance_rate=accepted / max(1, drafted),
+        mean_acceptance_length=1.0 + accepted / max(1, drafts),
+        mismatched_tokens=sum(o.mismatched for o in outcomes),
+    )
+
+
+def _interval(reference: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:
+    """95 % bootstrap interval of the ratio of sums, resampling requests with both arms' times together."""
+    rng = np.random.default_rng(0)
+    chosen = rng.integers(0, len(seconds), (RESAMPLES, len(seconds)))
+    ratios = reference[chosen].sum(axis=1) / seconds[chosen].sum(axis=1)
+    low, high = np.percentile(ratios, [2.5, 97.5])
+    return float(low), float(high)

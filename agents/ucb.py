@@ -1,0 +1,143 @@
+"""A bandit over the menu: upper confidence bounds on tokens per second, in cells of the observation.
+
+The aim is a ratio, tokens over time, and not a mean of per-step rewards. By Dinkelbach (1967, "On nonlinear fractional
+programming") the arm that maximises a ratio is the one that maximises `tokens - rate * time` at the best rate, so each
+step's gain is that, with the rate reached so far. Bounds are UCB1-Normal's form (Auer, Cesa-Bianchi, Fischer 2002,
+"Finite-time analysis of the multiarmed bandit problem"): mean + width * deviation * sqrt(2 log n / pulls).
+
+A step tells more than its own arm: a draft of 8 with 3 accepted says what 1, 2, 3, 4 and 6 would have brought. These
+side observations (Caron, Kveton, Lelarge, Bhagat 2012, "Leveraging side observations in stochastic bandits") take their
+times from the mean of the steps seen with as many drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from engine.cells import Cells
+from engine.menu import Menu
+from engine.observation import ObservationSchema
+from engine.policy_heads import TableHead
+
+WIDTH = 0.5  # of the confidence bound; UCB1 itself has 1, meant for gains that can be anything in their range
+PRIOR_PULLS = 8.0  # how many pulls the mean over all cells counts for in one cell's estimate
+FIRST_DEVIATION = 1.0  # tokens, until an arm has been pulled often enough to tell
+
+
+class UCB:
+    """UCB with side observations over `cells` of the observation.
+
+    Attributes:
+        sums: float64 `[cells, actions, 6]`: pulls, tokens, plain steps, and the sums of tokens squared, plain steps
+            squared and their product.
+        totals: tokens and plain steps of all that was really pulled; their ratio is the rate.
+        times: float64 `[longest draft + 1, 2]`: steps seen with as many drafted tokens, and their plain steps.
+    """
+
+    name = "ucb"
+
+    def __init__(self, menu: Menu, schema: ObservationSchema, cells: Cells | None = None, seed: int = 0) -> None:
+        self.menu = menu
+        self.cells = cells or default_cells(menu, schema)
+        self._schema = schema
+        self._rng = np.random.default_rng(seed)
+        self.sums = np.zeros((self.cells.count, len(menu), 6))
+        self.totals = np.zeros(2)
+        self.times = np.zeros((max(menu.lengths, default=0) + 1, 2))
+
+    @property
+    def rate(self) -> float:
+        """Tokens per plain step reached so far; 1 is plain decoding."""
+        tokens, time = self.totals
+        return float(tokens / time) if time > 0 else 1.0
+
+    def choose(self, vector: np.ndarray, mask: Sequence[bool]) -> int:
+        """The arm with the highest bound in the observation's cell; arms never tried come first, in random order."""
+        cell = self.cells.index(vector)
+        pulls = self.sums[cell, :, 0]
+        mean, deviation = self._gains(self.sums[cell])
+        bonus = WIDTH * deviation * np.sqrt(2.0 * np.log(max(2.0, pulls.sum())) / np.maximum(pulls, 1.0))
+        bound = np.where(pulls > 0, mean + bonus, 1e6 + self._rng.random(len(pulls)))
+        return int(np.where(mask, bound, -np.inf).argmax())
+
+    def update(self, vector: np.ndarray, action: int, drafted: int, accepted: int, plain_steps: float) -> None:
+        cell = self.cells.index(vector)
+        plain_steps -= self._prefill(vector)
+        self.totals += (accepted + 1, plain_steps)
+        if self._decoding(vector):
+            self.times[drafted] += (1.0, plain_steps)
+        self._add(cell, action, accepted + 1, plain_steps)
+        for arm, tokens, would_draft in self._side_observations(action, drafted, accepted):
+            seen, total = self.times[would_draft]
+            if seen > 0 and self._decoding(vector):
+                self._add(cell, arm, tokens, total / seen)
+
+    def head(self) -> TableHead:
+        """Mean gains at the final rate; a cell that was seldom seen leans on the mean over all cells."""
+        mean, _ = self._gains(self.sums)
+        pooled, _ = self._gains(self.sums.sum(axis=0))
+        pulls = self.sums[..., 0]
+        values = (pulls * mean + PRIOR_PULLS * pooled) / (pulls + PRIOR_PULLS)
+        never = self.sums[..., 0].sum(axis=0) == 0
+        values[:, never] = values.min() - 1.0
+        return TableHead(self.cells, values.astype(np.float32))
+
+    def state(self) -> dict[str, np.ndarray]:
+        return {"sums": self.sums, "totals": self.totals, "times": self.times}
+
+    def restore(self, state: Mapping[str, np.ndarray]) -> None:
+        for name, array in self.state().items():
+            array[...] = state[name]
+
+    def _gains(self, sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and deviation of `tokens - rate * time` for sums `[..., 6]`."""
+        rate = self.rate
+        pulls = np.maximum(sums[..., 0], 1.0)
+        mean = (sums[..., 1] - rate * sums[..., 2]) / pulls
+        square = (sums[..., 3] - 2.0 * rate * sums[..., 5] + rate**2 * sums[..., 4]) / pulls
+        known = sums[..., 0] >= 4
+        deviation = np.where(known, np.sqrt(np.maximum(square - mean**2, 1e-4)), FIRST_DEVIATION)
+        return mean, deviation
+
+    def _add(self, cell: int, arm: int, tokens: float, time: float) -> None:
+        self.sums[cell, arm] += (1.0, tokens, time, tokens**2, time**2, tokens * time)
+
+    def _side_observations(self, action: int, drafted: int, accepted: int) -> Iterator[tuple[int, int, int]]:
+        """(arm, tokens, drafted tokens) of the other arms whose outcome this step reveals.
+
+        All shorter drafts of the same drafter; all longer ones too where a token was rejected or the drafter had
+        no more to give. The plain step always yields one token.
+        """
+        pulled = self.menu[action]
+        for arm, entry in enumerate(self.menu.actions):
+            if arm == action or not entry.reuse:
+                continue
+            if entry.k == 0:
+                yield arm, 1, 0
+            elif entry.drafter == pulled.drafter:
+                ended = drafted < pulled.k
+                if entry.k <= drafted or ended:
+                    would_draft = min(entry.k, drafted)
+                    yield arm, min(entry.k, accepted) + 1, would_draft
+                elif accepted < drafted:
+                    yield arm, accepted + 1, entry.k
+
+    def _prefill(self, vector: np.ndarray) -> float:
+        """Plain steps that reading the uncached prompt takes whatever is chosen: they would drown the arms' difference."""
+        uncached = 2.0 ** vector[self._schema.index("prompt_left")] - 1.0
+        return float(uncached * vector[self._schema.index("prefill_cost")])
+
+    def _decoding(self, vector: np.ndarray) -> bool:
+        return not vector[self._schema.index("prefill_pending")]
+
+
+def default_cells(menu: Menu, schema: ObservationSchema) -> Cells:
+    """First step or not, how long each n-gram match is, how well drafts went lately."""
+    features: list[tuple[str, tuple[float, ...]]] = [("prefill_pending", (0.5,))]
+    for drafter in menu.drafters:
+        if drafter.startswith("ngram"):
+            features.append((f"{drafter}.match_length", (1.0, 2.0, 3.0, 5.0, 9.0)))
+    features.append(("acceptance_short", (0.2, 0.5, 0.8)))
+    return Cells(tuple(features), schema.names)

@@ -1,0 +1,108 @@
+"""`python -m engine "prompt" --policy DIR`: stream one answer, then one line of statistics."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import tyro
+
+from engine import command_line
+from engine.decoder import Piece, SpeculativeDecoder
+from engine.errors import PromptError
+from engine.policy import load_policy
+from engine.render import LEGEND, Painter
+from engine.results import Generation
+
+
+@dataclass(frozen=True)
+class Options:
+    prompt: Annotated[str, tyro.conf.Positional]
+    """What to answer; `-` reads it from standard input."""
+    policy: str | None = None
+    """Folder of an exported policy, for example checkpoints/default."""
+    controller: str = "heuristic"
+    """Who chooses draft lengths where no policy is given: plain, fresh, fixed:K, heuristic, threshold:T."""
+    target: str = "smollm2-135m"
+    """The model: a bundled name, a Hugging Face folder, a .gguf file, or a hub id."""
+    drafter: list[str] = field(default_factory=lambda: ["ngram"])
+    """Who drafts: ngram, ngram:history, model:<name>."""
+    precision: str = "fp32"
+    """fp32, bf16 or fp16."""
+    device: str = "cpu"
+    """cpu or cuda."""
+    max_new_tokens: int = 256
+    """New tokens at most."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    """Keep the most likely tokens up to this mass."""
+    top_k: int = 0
+    """Keep this many most likely tokens; 0 keeps all."""
+    seed: int | None = None
+    """Seed of sampling."""
+    stop: list[str] = field(default_factory=list)
+    """End the answer before any of these strings."""
+    raw: bool = False
+    """Continue the prompt as it is instead of rendering it as a chat message."""
+    color: bool = field(default_factory=lambda: sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
+    """Tell accepted drafts, the target's tokens and rejected drafts apart by colour."""
+
+
+def main(options: Options) -> None:
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    if not prompt.strip():
+        raise PromptError("the prompt is empty; give some text")
+    policy = load_policy(options.policy) if options.policy else None
+    decoder = SpeculativeDecoder.from_pretrained(
+        options.target,
+        drafter=options.drafter,
+        controller=policy or options.controller,
+        precision=options.precision,
+        device=options.device,
+    )
+    as_text = options.raw or not getattr(decoder.target.tokenizer, "chat_template", None)
+    pieces = decoder.stream(
+        prompt if as_text else [{"role": "user", "content": prompt}],
+        options.max_new_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        seed=options.seed,
+        stop=options.stop,
+    )
+    painter = Painter(decoder.target.tokenizer, options.stop) if options.color else None
+    generation = show(pieces, painter)
+    print(statistics_line(generation, decoder.controller.name))
+
+
+def show(pieces: Iterator[Piece], painter: Painter | None) -> Generation:
+    """Print a stream as it comes; returns its generation."""
+    while True:
+        try:
+            piece = next(pieces)
+        except StopIteration as end:
+            print(painter.finish() if painter else "", flush=True)
+            if painter:
+                print(LEGEND)
+            generation: Generation = end.value
+            return generation
+        print(painter.paint(piece.record) if painter else piece.text, end="", flush=True)
+
+
+def statistics_line(generation: Generation, controller: str) -> str:
+    """One line: tokens, speed, first token, drafting, reuse, controller."""
+    counters = generation.counters
+    return (
+        f"[{len(generation.tokens)} tokens, {generation.tokens_per_second:.1f} tokens/s, "
+        f"first after {generation.time_to_first_token * 1e3:.0f} ms, {counters.num_steps} steps, "
+        f"{counters.num_accepted_tokens}/{counters.num_draft_tokens} drafts accepted, "
+        f"{counters.num_cached_tokens}/{counters.num_prompt_tokens} prompt tokens cached, {controller}]"
+    )
+
+
+if __name__ == "__main__":
+    command_line.run(Options, main, "Stream one answer of a speculative decoder, then one line of statistics.")

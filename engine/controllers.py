@@ -1,0 +1,151 @@
+"""Who chooses the next menu entry. Every baseline, bandit and policy is a controller.
+
+A controller of one's own needs `choose`; the other members have defaults in `BaseController`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from engine.errors import ControllerError, MenuError
+from engine.menu import Menu
+from engine.observation import Observation
+from engine.results import StepRecord
+
+
+class Controller(Protocol):
+    """Decides each step of each request.
+
+    Attributes:
+        name: how tables and records call it.
+        min_confidence: the draft ends before the first token that its drafter trusts less.
+        needs_observation: whether `choose` reads its observation; where not, the decoder saves its cost and hands
+            over None.
+    """
+
+    name: str
+    needs_observation: bool
+
+    @property
+    def min_confidence(self) -> float: ...
+
+    def choose(self, observation: Observation | None, mask: Sequence[bool]) -> int:
+        """Index of a menu entry whose mask is true."""
+        ...
+
+    def observe(self, record: StepRecord) -> None:
+        """Learn how the step that was chosen turned out."""
+        ...
+
+
+class BaseController:
+    """Defaults for a controller that neither learns nor limits its drafts."""
+
+    name: str = "controller"
+    min_confidence: float = 0.0
+    needs_observation: bool = False
+
+    def observe(self, record: StepRecord) -> None:
+        return None
+
+
+class FixedController(BaseController):
+    """The same draft length at every step; with `reuse=False` the cached prefix is ignored too."""
+
+    def __init__(self, menu: Menu, k: int, drafter: str | None = None, reuse: bool = True) -> None:
+        self.name = "plain" if k == 0 and reuse else f"fixed:{k}" if reuse else "fresh"
+        self._action = menu.find(k, drafter)
+        self._first = self._action if reuse else _fresh(menu)
+
+    def choose(self, observation: Observation | None, mask: Sequence[bool]) -> int:
+        return self._first if mask[self._first] else self._action
+
+
+class HeuristicController(BaseController):
+    """The schedule of transformers' assisted generation: two more after full acceptance, else one fewer.
+
+    Source: `num_assistant_tokens_schedule="heuristic"`; the length carries on from request to request.
+    """
+
+    name = "heuristic"
+
+    def __init__(self, menu: Menu, start: int = 4) -> None:
+        if not menu.lengths:
+            raise ControllerError("the heuristic needs draft lengths in the menu; add some, or use plain")
+        self._actions = {k: menu.find(k) for k in menu.lengths}
+        self._length = min(max(start, 1), max(menu.lengths))
+
+    def choose(self, observation: Observation | None, mask: Sequence[bool]) -> int:
+        return self._actions[min(self._actions, key=lambda k: (abs(k - self._length), k))]
+
+    def observe(self, record: StepRecord) -> None:
+        if not record.drafted:
+            return
+        if record.accepted == record.drafted:
+            self._length = min(self._length + 2, max(self._actions))
+        else:
+            self._length = max(1, self._length - 1)
+
+
+class ThresholdController(BaseController):
+    """Drafts on while the drafter is confident: the menu's longest draft, cut at the first doubtful token.
+
+    Source: the dynamic draft length of transformers (`assistant_confidence_threshold`) and of Kangaroo
+    (arXiv 2404.18911).
+    """
+
+    def __init__(self, menu: Menu, threshold: float) -> None:
+        if not 0.0 <= threshold <= 1.0:
+            raise ControllerError(f"the confidence threshold is {threshold}; give a number from 0 to 1")
+        self.name = f"threshold:{threshold:g}"
+        self.min_confidence = threshold
+        self._action = menu.find(max(menu.lengths, default=0))
+
+    def choose(self, observation: Observation | None, mask: Sequence[bool]) -> int:
+        return self._action
+
+
+def make_controller(name: str, menu: Menu) -> Controller:
+    """A controller by name: plain, fresh, fixed:K (or fixed:K:DRAFTER), heuristic, threshold:T.
+
+    Raises `ControllerError` for an unknown name or a wrong argument, `MenuError` for a k outside the menu.
+    """
+    kind, _, argument = name.partition(":")
+    if kind not in _MAKERS:
+        close = difflib.get_close_matches(kind, _MAKERS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(CONTROLLER_NAMES)}"
+        raise ControllerError(f"controller {name!r} is unknown; {hint}")
+    try:
+        return _MAKERS[kind](menu, argument)
+    except (MenuError, ControllerError):
+        raise
+    except ValueError as error:
+        raise ControllerError(f"controller {name!r} cannot be read; write {_form(kind)}") from error
+
+
+CONTROLLER_NAMES = ("plain", "fresh", "fixed:K", "heuristic", "threshold:T")
+
+_MAKERS: dict[str, Callable[[Menu, str], Controller]] = {
+    "plain": lambda menu, _: FixedController(menu, 0),
+    "fresh": lambda menu, _: FixedController(menu, 0, reuse=False),
+    "fixed": lambda menu, argument: _fixed(menu, *argument.split(":", 1)),
+    "heuristic": lambda menu, argument: HeuristicController(menu, int(argument or 4)),
+    "threshold": lambda menu, argument: ThresholdController(menu, float(argument)),
+}
+
+
+def _fixed(menu: Menu, k: str, drafter: str | None = None) -> Controller:
+    return FixedController(menu, int(k), drafter)
+
+
+def _form(kind: str) -> str:
+    return next((form for form in CONTROLLER_NAMES if form.partition(":")[0] == kind), kind)
+
+
+def _fresh(menu: Menu) -> int:
+    for index, action in enumerate(menu.actions):
+        if not action.reuse and action.k == 0:
+            return index
+    raise MenuError(f"the menu {menu} lacks fresh/0; add it, or use plain")

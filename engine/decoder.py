@@ -1,0 +1,239 @@
+"""The speculative decoder: a target, its drafters, a prefix cache, and a controller that chooses each step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine.calibration import cached_costs
+from engine.controllers import Controller, make_controller
+from engine.costs import CostTable, machine_fingerprint
+from engine.drafters import Drafter
+from engine.drafters.factory import emptied, plan_drafter
+from engine.errors import PolicyError, PromptError
+from engine.guard import Guard
+from engine.menu import Menu, default_menu, parse_menu
+from engine.models import LoadedModel, load_model
+from engine.policy import Policy
+from engine.prefix_cache import PrefixCache
+from engine.request import Request
+from engine.results import Generation, StepRecord
+from engine.runner import kv_bytes_per_token
+from engine.sampling import Sampling
+from engine.session import Parts, Session
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+DEFAULT_CACHE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one step of a stream brings: text that is safe to show, and the step's record."""
+
+    text: str
+    record: StepRecord
+
+
+class SpeculativeDecoder:
+    """Decodes the target's own tokens, faster wherever drafts pay.
+
+    Example:
+        >>> decoder = SpeculativeDecoder.from_pretrained("smollm2-135m", controller="fixed:4")
+        >>> decoder.generate([{"role": "user", "content": "Name three rivers."}], max_new_tokens=64).text
+    """
+
+    def __init__(self, parts: Parts, controller: Controller, target: LoadedModel) -> None:
+        self.parts = parts
+        self.controller = controller
+        self.target = target
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: str = "smollm2-135m",
+        drafter: str | Drafter | Sequence[str | Drafter] = "ngram",
+        controller: str | Controller | Policy = "heuristic",
+        menu: Menu | str | None = None,
+        precision: str = "fp32",
+        device: str = "cpu",
+        prefix_cache_bytes: int = DEFAULT_CACHE_BYTES,
+        guard: bool = True,
+    ) -> SpeculativeDecoder:
+        """Load a target with its drafters and a controller.
+
+        Args:
+            target: a bundled name, a Hugging Face folder, a GGUF file, or a hub id.
+            drafter: `ngram`, `ngram:history`, `model:<name>`, an object, or several of these.
+            controller: a name (`plain`, `fresh`, `fixed:K`, `heuristic`, `threshold:T`), a policy from `load_policy`,
+                or an object with `choose`.
+            menu: the actions; default: the policy's own, else fresh/0, reuse/0 and reuse/1, 2, 3, 4, 6, 8.
+            precision: fp32, bf16 or fp16.
+            device: cpu or cuda.
+            prefix_cache_bytes: budget for cached prefixes of the target and of model drafters together; 0 turns it off.
+            guard: let a policy fall back to plain decoding where it turns out slower. The costs that it needs are
+                calibrated in seconds and kept, unless the policy was trained on this machine.
+
+        Raises:
+            DraftgateError: a subclass that names the cause and the mend.
+        """
+        loaded = load_model(target, precision, device)
+        plans = [plan_drafter(one, loaded) for one in _listed(drafter)]
+        token_bytes = kv_bytes_per_token(loaded.runner)
+        capacity = prefix_cache_bytes // (token_bytes + sum(plan.kv_bytes_per_token for plan in plans))
+        drafters = {plan.name: plan.build(capacity * plan.kv_bytes_per_token) for plan in plans}
+        parts = Parts(
+            runner=loaded.runner,
+            tokenizer=loaded.tokenizer,
+            eos_ids=loaded.eos_ids,
+            menu=_menu(menu, controller, tuple(drafters)),
+            drafters=drafters,
+            prefix_cache=PrefixCache(capacity * token_bytes, token_bytes),
+        )
+        plain = make_controller("plain", parts.menu)
+        return cls(parts, plain, loaded).with_controller(controller, guard)
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def generate(self, prompt: Prompt, max_new_tokens: int = 128, **settings: Any) -> Generation:
+        """Answer a prompt: text (continued as it is), chat messages (rendered by the chat template), or token ids.
+
+        Args:
+            prompt: what to continue or answer.
+            max_new_tokens: new tokens at most; the context limit may end the answer sooner.
+            **settings: `temperature` (0: greedy), `top_p`, `top_k`, `seed`, `stop` (a string or several), `salt` (only
+                requests of one salt share cached prefixes), `ignore_eos`.
+
+        Raises:
+            PromptError, SamplingError, NumericalError: each with its mend.
+        """
+        session = self.session(prompt, max_new_tokens, **settings)
+        for _ in self._run(session):
+            pass
+        return session.result()
+
+    def stream(self, prompt: Prompt, max_new_tokens: int = 128, **settings: Any) -> Generator[Piece, None, Generation]:
+        """As `generate`, a piece a step. Text never ends within a character or a possible stop string.
+
+        The generator's return value (`StopIteration.value`) is the `Generation`.
+        """
+        session = self.session(prompt, max_new_tokens, **settings)
+        for record in self._run(session):
+            if not session.finished:
+                yield Piece(session.take_text(), record)
+        generation = session.result()
+        yield Piece(session.take_text(), session.steps[-1])
+        return generation
+
+    def session(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int = 128,
+        *,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        salt: str = "",
+        ignore_eos: bool = False,
+    ) -> Session:
+        """A request to be driven step by step; close it when done."""
+        request = Request(
+            tokens=tuple(self.encode(prompt)),
+            max_new_tokens=max_new_tokens,
+            sampling=Sampling(temperature, top_p, top_k, seed),
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            salt=salt,
+            ignore_eos=ignore_eos,
+        )
+        return Session(self.parts, request)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of text, chat messages or token ids. Raises `PromptError` where there is nothing to encode."""
+        if not prompt:
+            raise PromptError("the prompt is empty; give some text, messages or token ids")
+        tokenizer = self.target.tokenizer
+        if isinstance(prompt, str):
+            return list(tokenizer(prompt)["input_ids"])
+        if all(isinstance(token, int) for token in prompt):
+            return [int(token) for token in prompt]  # type: ignore[arg-type]
+        return render_chat(tokenizer, prompt)  # type: ignore[arg-type]
+
+    # -- the same engine otherwise ------------------------------------------------------------------------------
+
+    def with_controller(self, controller: str | Controller | Policy, guard: bool = True) -> SpeculativeDecoder:
+        """This engine under another controller, with the same caches. A policy must know this engine's menu."""
+        menu = self.parts.menu
+        if isinstance(controller, str):
+            controller = make_controller(controller, menu)
+        if isinstance(controller, Policy):
+            controller = self._policy_controller(controller, guard)
+        return SpeculativeDecoder(self.parts, controller, self.target)
+
+    def with_empty_caches(self) -> SpeculativeDecoder:
+        """This engine with prefix caches and drafter histories of its own, of the same budget; weights are shared."""
+        drafters = {name: emptied(drafter) for name, drafter in self.parts.drafters.items()}
+        parts = replace(self.parts, drafters=drafters, prefix_cache=self.parts.prefix_cache.emptied())
+        return SpeculativeDecoder(parts, self.controller, self.target)
+
+    def costs(self) -> CostTable:
+        """The calibrated costs of this engine on this machine: measured in seconds, then kept in the cache folder."""
+        parts, target = self.parts, self.target
+        engine = f"{target.name} {target.precision}"
+        return cached_costs(engine, parts.runner, parts.drafters, parts.menu.lengths, target.device)
+
+    # -- the loop -----------------------------------------------------------------------------------------------
+
+    def _run(self, session: Session) -> Iterator[StepRecord]:
+        controller = self.controller
+        try:
+            while not session.finished:
+                started = time.perf_counter()
+                observation = session.observe() if controller.needs_observation else None
+                action = controller.choose(observation, session.mask())
+                record = session.step(action, controller.min_confidence, started)
+                controller.observe(record)
+                yield record
+        finally:
+            session.close()
+
+    def _policy_controller(self, policy: Policy, guard: bool) -> Controller:
+        menu = self.parts.menu
+        if policy.menu != menu:
+            raise PolicyError(f"the policy was made for menu {policy.menu}, the engine has {menu}; use the policy's")
+        here = policy.costs.machine == machine_fingerprint(self.target.device)
+        costs = policy.costs if here else self.costs()
+        controller = policy.controller(costs)
+        return Guard(controller, menu, costs) if guard else controller
+
+
+def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """Token ids of chat messages with the cue for the answer. Raises `PromptError` where they cannot be rendered."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise PromptError("this model has no chat template; give text instead of messages")
+    try:
+        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # templates raise whatever their authors wrote
+        raise PromptError(f"the chat template refuses these messages ({error}); check roles and contents") from error
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _listed(drafter: str | Drafter | Sequence[str | Drafter]) -> list[str | Drafter]:
+    if isinstance(drafter, Sequence) and not isinstance(drafter, str):
+        return list(drafter)
+    return [drafter]
+
+
+def _menu(menu: Menu | str | None, controller: object, drafters: tuple[str, ...]) -> Menu:
+    """The menu that was given, else the policy's, else the default one for these drafters."""
+    if isinstance(menu, str):
+        return parse_menu(menu, drafters)
+    if menu is None and isinstance(controller, Policy):
+        missing = [name for name in controller.menu.drafters if name not in drafters]
+        if missing:
+            raise PolicyError(f"the policy uses drafters that the engine lacks: {', '.join(missing)}; add them")
+        return controller.menu
+    return menu or default_menu(drafters)

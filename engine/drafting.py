@@ -1,0 +1,81 @@
+"""The drafters of one request: whatever goes wrong in them, the request goes on with plain steps."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+
+from engine.drafters.base import EMPTY_DRAFT, Draft, Drafter, DraftState, Signal
+from engine.request import Request
+
+
+class Drafting:
+    """Every drafter's state for one request.
+
+    A drafter may raise or propose nonsense at any time: it is warned of once in a request, counted in `failures`,
+    and its proposal counts as empty. `tokens` is the session's own growing list and is never changed here.
+    """
+
+    def __init__(self, drafters: Mapping[str, Drafter], tokens: list[int], request: Request, vocab_size: int) -> None:
+        self._tokens = tokens
+        self._sampling = request.sampling
+        self._vocab_size = vocab_size
+        self._states: dict[str, DraftState] = {}
+        self._warned: set[str] = set()
+        self.failures = 0
+        for name, drafter in drafters.items():
+            try:
+                self._states[name] = drafter.begin(tokens, request.salt)
+            except Exception as error:
+                self._fail(name, error)
+
+    def signals(self) -> dict[str, Signal]:
+        """What each drafter knows of the next position at no cost."""
+        return {name: self._signal(name, state) for name, state in self._states.items()}
+
+    def propose(self, name: str, k: int, min_confidence: float) -> Draft:
+        """At most `k` tokens of the drafter `name`, all within the target's vocabulary; empty where it fails."""
+        state = self._states.get(name)
+        if k <= 0 or state is None:
+            return EMPTY_DRAFT
+        try:
+            return self._checked(state.propose(self._tokens, k, self._sampling, min_confidence), k)
+        except Exception as error:
+            self._fail(name, error)
+            return EMPTY_DRAFT
+
+    def close(self) -> None:
+        """Tell the drafters that the request has ended with the tokens as they are."""
+        for name, state in self._states.items():
+            try:
+                state.close(self._tokens)
+            except Exception as error:
+                self._fail(name, error)
+
+    def _signal(self, name: str, state: DraftState) -> Signal:
+        try:
+            return state.signal(self._tokens)
+        except Exception as error:
+            self._fail(name, error)
+            return Signal()
+
+    def _checked(self, draft: Draft, k: int) -> Draft:
+        """The draft up to its first token outside the vocabulary. Raises `ValueError` where it is broken."""
+        count = len(draft.tokens)
+        if count > k:
+            raise ValueError(f"{count} tokens proposed where {k} were asked for")
+        if draft.probs is not None and not (draft.probs.isfinite() & (draft.probs >= 0)).all():
+            raise ValueError("the draft distribution is not one")
+        valid = next((i for i, t in enumerate(draft.tokens) if not 0 <= t < self._vocab_size), count)
+        if valid == count:
+            return draft
+        if draft.probs is not None:  # leaving a drawn token out would bias what is emitted
+            raise ValueError(f"token {draft.tokens[valid]} was drawn from outside the target's vocabulary")
+        return Draft(draft.tokens[:valid], draft.confidences[:valid])
+
+    def _fail(self, name: str, error: Exception) -> None:
+        self.failures += 1
+        if name not in self._warned:
+            self._warned.add(name)
+            reason = f"{type(error).__name__}: {error}"
+            warnings.warn(f"drafter {name} failed ({reason}); its steps run plain", RuntimeWarning, stacklevel=4)

@@ -1,0 +1,1 @@
+"""Faster forms of what models are made of, put in place of the plain ones."""

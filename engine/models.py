@@ -1,0 +1,137 @@
+"""Names, folders, GGUF files and hub ids -> a model and its tokenizer."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as hf_logging
+
+from engine.errors import (
+    DeviceError,
+    ModelFileError,
+    ModelNotFoundError,
+    TokenizerMismatchError,
+)
+from engine.gguf import BUNDLED, bundled_file, converted_folder
+from engine.kernels.packed import can_pack, pack_linears
+from engine.runner import HFRunner, Runner
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A runner with its tokenizer and the ids that end a sequence."""
+
+    name: str
+    precision: str
+    device: str
+    runner: Runner
+    tokenizer: Any
+    eos_ids: frozenset[int]
+
+
+def load_model(name: str, precision: str = "fp32", device: str = "cpu", packed: bool = True) -> LoadedModel:
+    """Load a causal LM: a bundled name (`smollm2-135m`), a Hugging Face folder, a `.gguf` file, or a hub id.
+
+    Args:
+        name: what to load.
+        precision: fp32, bf16 or fp16.
+        device: cpu, or cuda with an optional index.
+        packed: prepack fp32 linear layers on the CPU, which makes verification cheap; same results up to rounding.
+
+    Raises:
+        ModelNotFoundError, ModelFileError, UnsupportedModelError, DeviceError: each with its mend.
+    """
+    dtype = _dtype(precision)
+    _check_device(device)
+    folder = _locate(name)
+    model, tokenizer = _read(name, folder, dtype)
+    model = model.to(device)
+    if packed and precision == "fp32" and device == "cpu" and can_pack():
+        pack_linears(model)
+    return LoadedModel(name, precision, device, HFRunner(model), tokenizer, _eos_ids(model, tokenizer))
+
+
+def check_same_tokenizer(target: LoadedModel, drafter: LoadedModel) -> None:
+    """Raise `TokenizerMismatchError` unless both map the same ids to the same tokens.
+
+    Padded embeddings of different size are fine: ids beyond the shared vocabulary never come out of a tokenizer.
+    """
+    ours, theirs = target.tokenizer.get_vocab(), drafter.tokenizer.get_vocab()
+    if ours == theirs:
+        return
+    differing = sum(1 for token, index in ours.items() if theirs.get(token) != index)
+    differing += sum(1 for token in theirs if token not in ours)
+    raise TokenizerMismatchError(
+        f"{target.name} and {drafter.name} have different tokenizers ({differing} entries differ); "
+        "choose a drafter of the target's family, or the ngram drafter"
+    )
+
+
+def _dtype(precision: str) -> torch.dtype:
+    if precision not in DTYPES:
+        raise DeviceError(f"precision {precision!r} is unknown; choose one of {', '.join(DTYPES)}")
+    return DTYPES[precision]
+
+
+def _check_device(device: str) -> None:
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise DeviceError(f"device {device!r} is unknown; choose cpu or cuda") from error
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise DeviceError(f"device {device} was asked for, and torch sees no GPU here; use cpu")
+    if kind not in {"cpu", "cuda"}:
+        raise DeviceError(f"device {device!r} is not supported; choose cpu or cuda")
+
+
+def _locate(name: str) -> str:
+    """A folder or hub id that transformers can read."""
+    if name in BUNDLED:
+        return str(converted_folder(bundled_file(name)))
+    path = Path(name).expanduser()
+    if path.is_file():
+        return str(converted_folder(path))
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelNotFoundError(f"{path} holds no config.json; give a folder saved by transformers")
+        return str(path)
+    if path.suffix == ".gguf" or name.startswith((".", "/", "~")) or name.count("/") > 1 or not name:
+        raise ModelNotFoundError(f"no such model file or folder: {name!r}; check the path")
+    return name
+
+
+def _read(name: str, folder: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        return _from_pretrained(folder, dtype)
+    except Exception as error:
+        if not Path(folder).is_dir():
+            raise ModelNotFoundError(
+                f"model {name!r} is neither bundled ({', '.join(BUNDLED)}), a folder, a .gguf file, "
+                "nor a hub id that can be reached from here; check the name or the network"
+            ) from error
+        if Path(folder) == Path(name).expanduser():
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ModelFileError(f"the model in {folder} cannot be read ({reason}); fetch it again") from error
+    # A converted copy that was damaged since: make it anew.
+    shutil.rmtree(folder)
+    return _from_pretrained(_locate(name), dtype)
+
+
+def _from_pretrained(folder: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    return model, tokenizer
+
+
+def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    configured = model.generation_config.eos_token_id if model.generation_config else None
+    ids = configured if isinstance(configured, list) else [configured]
+    return frozenset(int(i) for i in [*ids, tokenizer.eos_token_id] if i is not None)

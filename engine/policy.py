@@ -1,0 +1,155 @@
+"""Exported controllers: a few kilobytes that numpy alone can run.
+
+A policy is a folder with `policy.json` (what it is, for which menu and observation, from where) and
+`policy.safetensors` (its numbers). No pickle is ever read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load as load_tensors
+from safetensors.numpy import save as save_tensors
+
+from engine.controllers import BaseController
+from engine.costs import CostTable
+from engine.errors import DraftgateError, PolicyError
+from engine.menu import Menu, parse_menu
+from engine.observation import SCHEMA_VERSION, Observation, ObservationSchema
+from engine.policy_heads import HEADS, Head
+from engine.storage import write_atomically, write_json
+
+FORMAT, FORMAT_VERSION = "draftgate-policy", 1
+JSON_FILE, TENSOR_FILE = "policy.json", "policy.safetensors"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A trained controller.
+
+    Attributes:
+        name: how tables call it, for example "ucb".
+        menu: the actions that it chooses among, by index.
+        head: maps an observation vector and a mask to an action.
+        costs: the cost table of the machine that it was trained on.
+        provenance: target, precision, versions, command, git commit; told by cards, never acted on.
+    """
+
+    name: str
+    menu: Menu
+    head: Head
+    costs: CostTable
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    def decide(self, vector: np.ndarray, mask: Sequence[bool]) -> int:
+        """The action for an observation vector `[features]` under a mask `[len(menu)]`."""
+        return self.head.decide(vector, mask)
+
+    def controller(self, costs: CostTable | None = None) -> PolicyController:
+        """This policy at work on a machine with these costs (default: where it was trained)."""
+        return PolicyController(self, costs or self.costs)
+
+    def save(self, folder: str | Path) -> None:
+        """Write the policy into `folder`, each file atomically. Raises `StorageError`."""
+        folder = Path(folder)
+        tensors = save_tensors(self.head.tensors())
+        schema = ObservationSchema(self.menu)
+        document = {
+            "format": FORMAT,
+            "version": FORMAT_VERSION,
+            "name": self.name,
+            "menu": str(self.menu),
+            "drafters": list(self.menu.drafters),
+            "schema": {"version": SCHEMA_VERSION, "names": schema.names, "units": schema.units},
+            "head": {"kind": self.head.kind, **self.head.settings()},
+            "costs": self.costs.to_json(),
+            "provenance": dict(self.provenance),
+            "tensors_sha256": hashlib.sha256(tensors).hexdigest(),
+        }
+        write_atomically(folder / TENSOR_FILE, lambda path: path.write_bytes(tensors))
+        write_json(folder / JSON_FILE, document)
+
+
+class PolicyController(BaseController):
+    """A policy behind the controller protocol."""
+
+    needs_observation = True
+
+    def __init__(self, policy: Policy, costs: CostTable) -> None:
+        self.name = policy.name
+        self._policy = policy
+        self._schema = ObservationSchema(policy.menu, costs)
+
+    def choose(self, observation: Observation | None, mask: Sequence[bool]) -> int:
+        assert observation is not None
+        return self._policy.decide(self._schema.vector(observation), mask)
+
+
+def load_policy(folder: str | Path) -> Policy:
+    """Load an exported policy.
+
+    Raises `PolicyError` where it is missing, truncated, altered, of a newer format, or made for an observation that
+    this version does not give.
+    """
+    folder = Path(folder)
+    document = _read_json(folder / JSON_FILE)
+    tensors = _read_bytes(folder / TENSOR_FILE)
+    _check_format(document, folder)
+    if hashlib.sha256(tensors).hexdigest() != document.get("tensors_sha256"):
+        raise PolicyError(f"{folder / TENSOR_FILE} was truncated or altered since its export; export it again")
+    try:
+        menu = parse_menu(document["menu"], document["drafters"])
+        names = ObservationSchema(menu).names
+        _check_schema(document["schema"], names, folder)
+        head = HEADS[document["head"]["kind"]].load(document["head"], load_tensors(tensors), names, len(menu))
+        costs = CostTable.from_json(document["costs"])
+        return Policy(str(document["name"]), menu, head, costs, dict(document["provenance"]))
+    except DraftgateError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, SafetensorError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise PolicyError(f"the policy in {folder} is damaged ({reason}); export it again") from error
+
+
+def _check_format(document: Mapping[str, Any], folder: Path) -> None:
+    if document.get("format") != FORMAT:
+        raise PolicyError(f"{folder / JSON_FILE} is no Draftgate policy; give a folder that train.py exported")
+    if document.get("version") != FORMAT_VERSION:
+        raise PolicyError(
+            f"the policy in {folder} has format {document.get('version')}, this version reads {FORMAT_VERSION}; "
+            "train it again or update draftgate"
+        )
+
+
+def _check_schema(schema: Mapping[str, Any], names: Sequence[str], folder: Path) -> None:
+    theirs = tuple(schema["names"])
+    if schema["version"] == SCHEMA_VERSION and theirs == tuple(names):
+        return
+    odd = sorted(set(theirs) ^ set(names))
+    what = f"features {', '.join(odd[:4])} differ" if odd else f"version {schema['version']}, here {SCHEMA_VERSION}"
+    raise PolicyError(f"the policy in {folder} was made for another observation schema ({what}); train it again")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(_read_bytes(path))
+    except (ValueError, RecursionError) as error:
+        raise PolicyError(f"{path} is not valid JSON ({error}); export the policy again") from error
+    if not isinstance(document, dict):
+        raise PolicyError(f"{path} is no Draftgate policy; give a folder that train.py exported")
+    return document
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise PolicyError(f"{path} cannot be read ({reason}); give a folder that train.py exported") from error

@@ -1,0 +1,71 @@
+"""How tokens are chosen from logits: greedy, or temperature with top-k and top-p."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.errors import SamplingError
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Temperature 0 is greedy; `top_k` 0 and `top_p` 1 leave the distribution whole; no seed means a new one."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature < float("inf"):
+            raise SamplingError(f"temperature is {self.temperature}; give 0 (greedy) or a positive number")
+        if not 0.0 < self.top_p <= 1.0:
+            raise SamplingError(f"top_p is {self.top_p}; give a number above 0 and at most 1")
+        if not isinstance(self.top_k, int) or self.top_k < 0:
+            raise SamplingError(f"top_k is {self.top_k}; give 0 (off) or a positive whole number")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+GREEDY = Sampling()
+
+
+def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
+    """The distribution that tokens are drawn from: `[rows, vocab]` logits to float64 probabilities.
+
+    The filters apply in the order that transformers uses: temperature, top-k, top-p. Ties at the edge of top-k
+    are kept, and top-p keeps the smallest set that reaches the mass, at least one token.
+    """
+    scaled = logits.double() / sampling.temperature
+    if 0 < sampling.top_k < scaled.shape[-1]:
+        edge = scaled.topk(sampling.top_k, dim=-1).values[..., -1:]
+        scaled = scaled.masked_fill(scaled < edge, float("-inf"))
+    probs = scaled.softmax(dim=-1)
+    if sampling.top_p < 1.0:
+        probs = _nucleus(probs, sampling.top_p)
+    return probs
+
+
+def _nucleus(probs: Tensor, top_p: float) -> Tensor:
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+    mass_before = ordered.cumsum(dim=-1) - ordered
+    kept = ordered.masked_fill(mass_before >= top_p, 0.0)
+    probs = torch.zeros_like(probs).scatter_(-1, order, kept)
+    return probs / probs.sum(dim=-1, keepdim=True)
+
+
+def seeded_generator(seed: int | None, stream: int = 0) -> torch.Generator:
+    """A generator for one request. Streams of one seed are independent: verification takes 0, a drafter 1."""
+    state = np.random.SeedSequence(seed, spawn_key=(stream,)).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(state[0] >> np.uint64(1)))
+
+
+def draw(probs: Tensor, generator: torch.Generator) -> int:
+    """One token id from a distribution `[vocab]` that need not be normalised."""
+    return int(torch.multinomial(probs, 1, generator=generator))

@@ -1,0 +1,241 @@
+"""One request under way. `Session.step` is the one place where a step happens: generate, stream and the environments
+all call it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from engine.drafters.base import Drafter
+from engine.drafting import Drafting
+from engine.errors import MenuError
+from engine.menu import Action, Menu
+from engine.observation import Observation
+from engine.prefix_cache import PrefixCache
+from engine.request import Request, check_request
+from engine.results import Counters, FinishReason, Generation, StepRecord, count_steps
+from engine.runner import Runner
+from engine.sampling import seeded_generator
+from engine.text import Detokenizer
+from engine.verify import verify
+
+SHORT_AVERAGE, LONG_AVERAGE = 0.3, 0.05  # weight of the newest draft
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What sessions share: the model and what stands around it."""
+
+    runner: Runner
+    tokenizer: Any
+    eos_ids: frozenset[int]
+    menu: Menu
+    drafters: Mapping[str, Drafter]
+    prefix_cache: PrefixCache
+
+
+class Session:
+    """The state of one request, driven by `step` until `finished`, then closed.
+
+    The buffer holds every token but the newest, which is the first row of the next pass; drafted rows follow it::
+
+        |  prompt  |  generated  | pending |  draft 1 ... draft k  |
+        0                  buffer.length                 rows of the pass
+    """
+
+    def __init__(self, parts: Parts, request: Request) -> None:
+        started = time.perf_counter()
+        check_request(request, parts.runner)
+        self._parts, self._request = parts, request
+        self.tokens: list[int] = list(request.tokens)
+        self.steps: list[StepRecord] = []
+        self.finish_reason: FinishReason | None = None
+        self._limit = min(request.max_new_tokens, parts.runner.max_context - len(request.tokens))
+        self._buffer = parts.runner.new_buffer()
+        self._match = parts.prefix_cache.match(request.tokens, request.salt).truncated(len(request.tokens) - 1)
+        parts.prefix_cache.lock(self._match)
+        self._locked = True
+        self._generator = seeded_generator(request.sampling.seed)
+        self._detokenizer = Detokenizer(parts.tokenizer, request.stop)
+        self._newest_logits: Tensor | None = None
+        self._acceptance_short = self._acceptance_long = 0.5
+        self._last_drafting: tuple[int, int] = (0, 0)
+        self._drafting = Drafting(parts.drafters, self.tokens, request, parts.runner.vocab_size)
+        self._setup_seconds = time.perf_counter() - started
+
+    # -- before a step ------------------------------------------------------------------------------------------
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def generated(self) -> list[int]:
+        """The new tokens so far."""
+        return self.tokens[len(self._request.tokens) :]
+
+    @property
+    def left(self) -> int:
+        """New tokens that may still come."""
+        return self._limit - (len(self.tokens) - len(self._request.tokens))
+
+    def mask(self) -> list[bool]:
+        """Which menu entries may be chosen now."""
+        return self._parts.menu.mask(can_reuse=not self.steps and self._match.length > 0)
+
+    def observe(self) -> Observation:
+        """What is known before the next step. It mutates nothing."""
+        top_probability, entropy = _certainty(self._newest_logits)
+        return Observation(
+            prefill_pending=not self.steps,
+            prompt_tokens=len(self._request.tokens),
+            cached_tokens=self.steps[0].cached if self.steps else self._match.length,
+            context=len(self.tokens),
+            generated=len(self.tokens) - len(self._request.tokens),
+            left=self.left,
+            last_k=self._last_drafting[0],
+            last_accepted=self._last_drafting[1],
+            acceptance_short=self._acceptance_short,
+            acceptance_long=self._acceptance_long,
+            target_top_probability=top_probability,
+            target_entropy=entropy,
+            signals=self._drafting.signals(),
+        )
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    def step(self, action: int, min_confidence: float = 0.0, started: float | None = None) -> StepRecord:
+        """Take one step of the menu and return its record.
+
+        Args:
+            action: index in the menu.
+            min_confidence: the draft ends before the first token that its drafter trusts less.
+            started: `time.perf_counter()` when choosing this action began, so that its time counts as overhead.
+
+        Raises:
+            MenuError: the action is not in the menu, or is masked now; or the request has finished.
+            NumericalError: the target's logits are not finite. The request stays as it was.
+        """
+        started = time.perf_counter() if started is None else started
+        entry = self._entry(action)
+        cached = 0 if self.steps else self._restore(entry.reuse)
+        before_draft = time.perf_counter()
+        draft = self._drafting.propose(entry.drafter, min(entry.k, self.left - 1), min_confidence)
+        before_verify = time.perf_counter()
+        held = self._buffer.length
+        rows = self.tokens[held:] + draft.tokens
+        logits = self._parts.runner.forward(rows, self._buffer, len(draft.tokens) + 1)
+        try:
+            verdict = verify(logits, draft, self._request.sampling, self._generator)
+        except BaseException:
+            self._buffer.truncate(held)
+            raise
+        self._parts.runner.synchronize()
+        after_verify = time.perf_counter()
+        verified = len(self.tokens) + verdict.accepted
+        committed = self._commit([*draft.tokens[: verdict.accepted], verdict.token])
+        self._buffer.truncate(min(verified, len(self.tokens)))
+        self._newest_logits = logits[verdict.accepted]
+        accepted = min(verdict.accepted, len(committed))
+        self._remember(len(draft.tokens), accepted)
+        setup = 0.0 if self.steps else self._setup_seconds
+        record = StepRecord(
+            action=action,
+            k=entry.k,
+            drafter=entry.drafter,
+            drafted=len(draft.tokens),
+            accepted=accepted,
+            tokens=committed,
+            rejected=tuple(draft.tokens[accepted:]),
+            prefilled=len(rows) - len(draft.tokens) - 1,
+            cached=cached,
+            seconds_draft=before_verify - before_draft,
+            seconds_verify=after_verify - before_verify,
+            seconds_overhead=setup + before_draft - started + time.perf_counter() - after_verify,
+        )
+        self.steps.append(record)
+        return record
+
+    def take_text(self) -> str:
+        """The text that has become safe to show since the last call."""
+        return self._detokenizer.take()
+
+    def close(self) -> None:
+        """End the request: store its verified tokens in the prefix cache, unlock, tell the drafters. Idempotent."""
+        if not self._locked:
+            return
+        self._locked = False
+        self._parts.prefix_cache.unlock(self._match)
+        held = min(self._buffer.length, len(self.tokens))
+        self._parts.prefix_cache.insert(self.tokens[:held], self._buffer, self._request.salt)
+        self._drafting.close()
+
+    def result(self) -> Generation:
+        """The generation so far, with its counters."""
+        self._detokenizer.finish()
+        return Generation(
+            tokens=self.generated,
+            text=self._detokenizer.text,
+            finish_reason=self.finish_reason or "length",
+            steps=self.steps,
+            counters=self.counters(),
+            time_to_first_token=self.steps[0].seconds if self.steps else 0.0,
+            seconds=sum(step.seconds for step in self.steps),
+        )
+
+    def counters(self) -> Counters:
+        return replace(
+            count_steps(self.steps),
+            num_prompt_tokens=len(self._request.tokens),
+            num_drafter_failures=self._drafting.failures,
+        )
+
+    # -- parts of a step ----------------------------------------------------------------------------------------
+
+    def _entry(self, action: int) -> Action:
+        menu = self._parts.menu
+        if self.finished:
+            raise MenuError("the request has finished; start a new session")
+        if menu.allowed(action, self.mask()) != action:
+            raise MenuError(f"action {menu[action]} is masked: no cached prefix can be ignored now; use its reuse form")
+        return menu[action]
+
+    def _restore(self, reuse: bool) -> int:
+        self._buffer.truncate(0)
+        if reuse and self._match.length:
+            self._parts.prefix_cache.restore(self._match, self._buffer)
+        return self._buffer.length
+
+    def _commit(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Append tokens until the request ends; returns those appended."""
+        for count, token in enumerate(tokens, start=1):
+            self.tokens.append(token)
+            stopped = self._detokenizer.push(token)
+            if stopped or (token in self._parts.eos_ids and not self._request.ignore_eos):
+                self.finish_reason = "stop"
+            elif self.left <= 0:
+                self.finish_reason = "length"
+            if self.finished:
+                return tuple(tokens[:count])
+        return tuple(tokens)
+
+    def _remember(self, drafted: int, accepted: int) -> None:
+        self._last_drafting = (drafted, accepted)
+        if drafted:
+            rate = accepted / drafted
+            self._acceptance_short += SHORT_AVERAGE * (rate - self._acceptance_short)
+            self._acceptance_long += LONG_AVERAGE * (rate - self._acceptance_long)
+
+
+def _certainty(logits: Tensor | None) -> tuple[float, float]:
+    """Top probability and entropy (nats) of the distribution `[vocab]` that the newest token came from."""
+    if logits is None:
+        return 0.0, 0.0
+    log_probs = logits.log_softmax(dim=-1)
+    probs = log_probs.exp()
+    entropy = -(probs * log_probs.clamp_min(-1e9)).sum()
+    return float(probs.max()), float(entropy)

@@ -1,0 +1,79 @@
+"""Accept or reject drafted tokens, so that what comes out is what plain decoding would give.
+
+    row of the pass:    0        1        ...   k
+    it has read:        pending  draft 1  ...   draft k
+    its logits judge:   draft 1  draft 2  ...   (bonus token)
+
+Greedy: a draft is accepted while it equals the argmax. Sampling: the rejection rule of Leviathan et al. 2023
+(arXiv 2211.17192, algorithm 1) and Chen et al. 2023 (arXiv 2302.01318): accept x with probability
+min(1, p(x) / q(x)), else draw from max(0, p - q), normalised; exact in distribution for any drafter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.drafters.base import Draft
+from engine.errors import NumericalError
+from engine.sampling import Sampling, draw, probabilities
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`accepted` drafted tokens, then `token`: the bonus token, or the correction of the first rejected one."""
+
+    accepted: int
+    token: int
+
+
+def verify(logits: Tensor, draft: Draft, sampling: Sampling, generator: torch.Generator) -> Verdict:
+    """Judge a draft of k tokens by the target's logits `[k + 1, vocab]`.
+
+    Raises `NumericalError` where the logits that matter are not finite.
+    """
+    if sampling.greedy:
+        return _verify_greedy(logits, draft.tokens)
+    return _verify_sampled(probabilities(_finite(logits), sampling), draft, generator)
+
+
+def _verify_greedy(logits: Tensor, drafted: list[int]) -> Verdict:
+    best, choices = logits.max(dim=-1)
+    _finite(best)
+    chosen: list[int] = choices.tolist()
+    accepted = 0
+    while accepted < len(drafted) and drafted[accepted] == chosen[accepted]:
+        accepted += 1
+    return Verdict(accepted, chosen[accepted])
+
+
+def _verify_sampled(target: Tensor, draft: Draft, generator: torch.Generator) -> Verdict:
+    for row, token in enumerate(draft.tokens):
+        p, q = target[row], _draft_distribution(draft, row, target)
+        u = torch.rand((), generator=generator, dtype=torch.float64)
+        if u * q[token] >= p[token]:
+            residual = (p - q).clamp_(min=0.0)
+            return Verdict(row, draw(residual, generator))
+    return Verdict(len(draft.tokens), draw(target[len(draft.tokens)], generator))
+
+
+def _draft_distribution(draft: Draft, row: int, target: Tensor) -> Tensor:
+    """q of one drafted token over the target's vocabulary, float64; one-hot where the drafter is deterministic."""
+    q = torch.zeros_like(target[row])
+    if draft.probs is None:
+        q[draft.tokens[row]] = 1.0
+    else:
+        shared = min(draft.probs.shape[-1], q.shape[-1])
+        q[:shared] = draft.probs[row, :shared]
+    return q
+
+
+def _finite(values: Tensor) -> Tensor:
+    """NaN or +inf anywhere, or a row without a finite value, means a broken model; -inf is a masked token."""
+    if torch.isnan(values).any() or not torch.isfinite(values.amax(dim=-1) if values.ndim > 1 else values).all():
+        raise NumericalError(
+            "the target's logits are not finite; load it in a wider precision (precision='fp32') or fetch it again"
+        )
+    return values

@@ -1,0 +1,193 @@
+"""The live environment: every step decodes with the real engine, and the reward is the time it took."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+
+from engine import Session, SpeculativeDecoder, StepRecord
+from engine.costs import CostTable
+from engine.decoder import DEFAULT_CACHE_BYTES
+from engine.menu import default_menu, parse_menu
+from engine.observation import ObservationSchema
+from engine.render import Painter
+from envs.dialogue import Dialogue, Turn, endless
+from envs.engines import engine
+from envs.workloads import load_workload
+
+
+class SpeculativeDecodingEnv(gym.Env[np.ndarray, np.int64]):
+    """Choose the draft length of each step of real requests.
+
+    An episode is one request of the workload, decoded greedily. Requests come in random order; the turns of a
+    conversation follow each other, so that their shared beginning is in the prefix cache.
+
+    - Action: index of a menu entry. In the first step it also decides whether a cached prefix is reused. An entry
+      that the mask excludes (`fresh/k` where there is nothing to ignore) acts as its `reuse` twin.
+    - Observation: float32 `[features]`, named and bounded by `engine.observation.ObservationSchema`.
+    - Reward: minus the step's seconds over the calibrated plain step's, so plain decoding earns about -1 a token.
+      Undiscounted, the return is minus the request's time in plain steps.
+    - `info`: `action_mask` (int8), `request` and `kind`; after a step also `seconds` (and `seconds_draft`,
+      `seconds_verify`, `seconds_overhead`) and the `tokens` committed, `drafted` and `accepted`.
+
+    Time is measured, so the environment is not deterministic. Models load at the first `reset`.
+
+    Example:
+        >>> import envs, gymnasium
+        >>> env = gymnasium.make("draftgate/SpeculativeDecoding-v0", max_new_tokens=32)
+        >>> observation, info = env.reset(seed=1)
+        >>> observation, reward, terminated, truncated, info = env.step(3)
+
+    Args:
+        target: a bundled name, a Hugging Face folder, a GGUF file, or a hub id.
+        drafter: a drafter's name, or a list of them.
+        workload: "bundled" or a path that `load_workload` reads.
+        split: train, validation, test, or None for all.
+        menu: text as `parse_menu` reads it; None for the default one.
+        max_new_tokens: new tokens of a request at most.
+        precision, device, prefix_cache_bytes: as in `SpeculativeDecoder.from_pretrained`.
+        render_mode: "ansi" or None.
+    """
+
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"], "render_fps": 30}  # type: ignore[misc]
+
+    def __init__(
+        self,
+        target: str = "smollm2-135m",
+        drafter: str | Sequence[str] = "ngram",
+        workload: str = "bundled",
+        split: str | None = "train",
+        menu: str | None = None,
+        max_new_tokens: int = 96,
+        precision: str = "fp32",
+        device: str = "cpu",
+        prefix_cache_bytes: int = DEFAULT_CACHE_BYTES,
+        render_mode: str | None = None,
+    ) -> None:
+        drafters = (drafter,) if isinstance(drafter, str) else tuple(drafter)
+        self.menu = parse_menu(menu, drafters) if menu else default_menu(drafters)
+        self.render_mode = render_mode
+        self.schema = ObservationSchema(self.menu)
+        self.action_space = spaces.Discrete(len(self.menu))
+        self.observation_space = spaces.Box(np.zeros_like(self.schema.high), self.schema.high, dtype=np.float32)
+        self._engine_settings = (target, drafters, str(self.menu), precision, device, prefix_cache_bytes)
+        self._workload = load_workload(workload, split)
+        self._max_new_tokens = max_new_tokens
+        self._decoder: SpeculativeDecoder | None = None
+        self._costs: CostTable | None = None
+        self._dialogues: Iterator[Dialogue] | None = None
+        self._dialogue: Dialogue | None = None
+        self._turn: Turn | None = None
+        self._session: Session | None = None
+        self._painter: Painter | None = None
+        self._painted = ""
+
+    @property
+    def decoder(self) -> SpeculativeDecoder:
+        """The engine, loaded and calibrated at its first use."""
+        if self._decoder is None:
+            self._decoder = engine(*self._engine_settings)
+            self.schema = ObservationSchema(self.menu, self.costs)
+        return self._decoder
+
+    @property
+    def costs(self) -> CostTable:
+        """The calibrated costs that rewards and observations refer to."""
+        if self._costs is None:
+            self._costs = self.decoder.costs()
+        return self._costs
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        """Begin the next request. A seed also restarts the workload in that seed's order, with empty caches."""
+        super().reset(seed=seed)
+        self._close_session()
+        decoder = self.decoder
+        if seed is not None or self._dialogues is None:
+            self._decoder = decoder = decoder.with_empty_caches()
+            self._dialogues, self._dialogue = endless(self._workload, self.np_random), None
+        self._turn = self._next_turn()
+        self._session = decoder.session(self._turn.messages, self._max_new_tokens)
+        self._painter, self._painted = Painter(decoder.target.tokenizer), ""
+        return self._observe(), self._info()
+
+    def step(self, action: np.int64 | int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        """One step of the engine. Raises `MenuError` for an action outside the menu."""
+        session = self.session
+        if session.finished:
+            raise gym.error.ResetNeeded("the request has finished; call reset() first")
+        context = len(session.tokens)
+        record = session.step(self.menu.allowed(int(action), session.mask()))
+        if self.render_mode == "ansi" and self._painter:
+            self._painted += self._painter.paint(record)
+        reward = -record.seconds / self.costs.plain_seconds(context)
+        return self._observe(), reward, session.finished, False, self._info() | _step_info(record)
+
+    @property
+    def session(self) -> Session:
+        """The request under way. Raises `ResetNeeded` where there is none."""
+        if self._session is None:
+            raise gym.error.ResetNeeded("no request is under way; call reset() first")
+        return self._session
+
+    def action_masks(self) -> np.ndarray:
+        """Bool `[actions]`: which entries differ from all others now (the form that maskable agents ask for)."""
+        mask = self._session.mask() if self._session else self.menu.mask(can_reuse=True)
+        return np.array(mask, dtype=bool)
+
+    def render(self) -> str | None:  # type: ignore[override]
+        """The request's text so far, with accepted drafts, the target's tokens and rejected drafts in colour."""
+        return self._painted if self.render_mode == "ansi" else None
+
+    def close(self) -> None:
+        self._close_session()
+        self._decoder = None
+
+    def _next_turn(self) -> Turn:
+        assert self._dialogues is not None
+        turn = self._dialogue.next_turn() if self._dialogue else None
+        while turn is None:
+            self._dialogue = next(self._dialogues)
+            turn = self._dialogue.next_turn()
+        return turn
+
+    def _close_session(self) -> None:
+        """Store the request's prefix; an answer that was cut short ends its conversation."""
+        if self._session is None:
+            return
+        self._session.close()
+        if self._dialogue and self._session.finished:
+            self._dialogue.reply(self._session.result().text)
+        else:
+            self._dialogue = None
+        self._session = None
+
+    def _observe(self) -> np.ndarray:
+        return self.schema.vector(self.session.observe())
+
+    def _info(self) -> dict[str, Any]:
+        assert self._turn is not None
+        return {
+            "action_mask": self.action_masks().astype(np.int8),
+            "request": self._turn.id,
+            "kind": self._turn.kind,
+        }
+
+
+def _step_info(record: StepRecord) -> dict[str, Any]:
+    return {
+        "seconds": record.seconds,
+        "seconds_draft": record.seconds_draft,
+        "seconds_verify": record.seconds_verify,
+        "seconds_overhead": record.seconds_overhead,
+        "tokens": len(record.tokens),
+        "drafted": record.drafted,
+        "accepted": record.accepted,
+        "prefilled": record.prefilled,
+        "cached": record.cached,
+    }
