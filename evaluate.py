@@ -14,6 +14,7 @@ from agents.plots import plot_judgement
 from agents.report import kinds_table, table
 from engine import Menu, Policy, SpeculativeDecoder, command_line, load_policy
 from engine.costs import machine_fingerprint
+from engine.errors import SamplingError
 from engine.storage import write_json
 from envs.workloads import load_workload
 
@@ -47,6 +48,8 @@ class Options:
 
 
 def main(options: Options) -> None:
+    if options.requests < 0:
+        raise SamplingError(f"requests is {options.requests}; give a number of requests, or 0 for all")
     policy = load_policy(options.policy)
     workload = load_workload(options.workload, None if options.split == "all" else options.split)
     if 0 < options.requests < workload.num_requests:

@@ -22,10 +22,10 @@ from agents.tracking import Tracker
 from agents.training import Training
 from engine import Policy, command_line
 from engine.costs import machine_fingerprint
-from engine.errors import PolicyError
+from engine.errors import PolicyError, SamplingError
 from engine.storage import write_json
 from envs.live import SpeculativeDecodingEnv
-from envs.workloads import load_workload
+from envs.workloads import Workload, load_workload
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,9 @@ class Options:
 
 
 def main(options: Options) -> None:
+    if options.steps < 1 or options.seed < 0:
+        raise SamplingError(f"steps is {options.steps}, seed is {options.seed}; give at least 1 step and a seed from 0")
+    validation = held_back(options)
     env = make_env(options)
     print(f"calibrated: {describe_costs(env)}", file=sys.stderr)
     learner = UCB(env.menu, env.schema, seed=options.seed)
@@ -78,8 +81,16 @@ def main(options: Options) -> None:
     finally:
         tracker.close()
     policy = export(options, env, learner, training)
-    if options.check_requests:
-        check(options, env, policy)
+    if validation:
+        check(options, env, policy, validation)
+
+
+def held_back(options: Options) -> Workload | None:
+    """The requests of the check, read before the training so that it is not lost on a file that has none."""
+    if not options.check_requests:
+        return None
+    workload = load_workload(options.workload, "validation")
+    return workload.sample(min(options.check_requests, workload.num_requests), options.seed)
 
 
 def make_env(options: Options) -> SpeculativeDecodingEnv:
@@ -109,10 +120,8 @@ def export(options: Options, env: SpeculativeDecodingEnv, learner: UCB, training
     return policy
 
 
-def check(options: Options, env: SpeculativeDecodingEnv, policy: Policy) -> None:
+def check(options: Options, env: SpeculativeDecodingEnv, policy: Policy, workload: Workload) -> None:
     """The policy against plain decoding on validation requests, on the live engine."""
-    workload = load_workload(options.workload, "validation")
-    workload = workload.sample(min(options.check_requests, workload.num_requests), options.seed)
     judgement = judge(env.decoder, {"plain": "plain", policy.name: policy}, workload, options.max_new_tokens)
     print(table(judgement))
     write_json(options.out / "check.json", judgement.to_json())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from engine import Generation, Policy, SpeculativeDecoder
-from envs.dialogue import Dialogue
+from engine.errors import PromptError
+from envs.dialogue import Dialogue, Turn
 from envs.workloads import Workload
 
 RESAMPLES = 2000
@@ -110,13 +112,27 @@ def judge(
     for conversation in workload.conversations:
         dialogue = Dialogue(conversation)
         while turn := dialogue.next_turn():
+            on_request()
+            if not _fits(decoder, turn, max_new_tokens):
+                break
             done = {name: engines[name].generate(turn.messages, max_new_tokens) for name in order}
             order = order[1:] + order[:1]
             for name in engines:
                 outcomes[name].append(_outcome(turn.id, turn.kind, done[name], done[PLAIN]))
             dialogue.reply(done[PLAIN].text)
-            on_request()
+    if not outcomes[PLAIN]:
+        raise PromptError(f"no request of {workload.name} fits the model; give shorter prompts")
     return Judgement(workload.name, outcomes)
+
+
+def _fits(decoder: SpeculativeDecoder, turn: Turn, max_new_tokens: int) -> bool:
+    """Whether the model can take a request; where not, it and what follows in its conversation are left out."""
+    try:
+        decoder.request(turn.messages, max_new_tokens)
+    except PromptError as error:
+        warnings.warn(f"request {turn.id} is left out: {error}", stacklevel=3)
+        return False
+    return True
 
 
 def _warm_up(engines: Mapping[str, SpeculativeDecoder]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,15 @@ class Tracker:
     def log(self, point: CurvePoint) -> None:
         if self._run is not None:
             figures = {f"train/{name}": value for name, value in asdict(point).items() if name != "step"}
-            self._run.log(figures, step=point.step)
+            self._tell(lambda run: run.log(figures, step=point.step))
 
     def close(self) -> None:
         if self._run is not None:
-            self._run.finish()
+            self._tell(lambda run: run.finish())
+
+    def _tell(self, say: Callable[[Any], object]) -> None:
+        try:
+            say(self._run)
+        except Exception as error:
+            print(f"wandb has failed ({error}); training goes on without it", file=sys.stderr)
+            self._run = None

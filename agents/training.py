@@ -67,7 +67,7 @@ class Training:
             state = load_tensors(path.read_bytes())
             self.learner.restore(state)
             self.curve = read_curve(self.folder / CURVE_FILE)
-        except (SafetensorError, KeyError, ValueError, OSError) as error:
+        except (SafetensorError, KeyError, TypeError, ValueError, OSError, csv.Error) as error:
             raise PolicyError(f"{path} cannot be resumed ({error}); train anew, without --resume") from error
         self.steps_done = self.curve[-1].step if self.curve else 0
         return True
@@ -133,7 +133,10 @@ def write_curve(path: Path, curve: list[CurvePoint]) -> None:
 
 
 def read_curve(path: Path) -> list[CurvePoint]:
-    """The inverse of `write_curve`. Raises `ValueError` on another form, `OSError` where there is none."""
+    """The inverse of `write_curve`.
+
+    Raises `KeyError`, `TypeError`, `ValueError` or `csv.Error` on another form, `OSError` where there is none.
+    """
     with path.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     kinds = {"int": int, "float": float, "str": str}

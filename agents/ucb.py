@@ -5,9 +5,11 @@ programming") the arm that maximises a ratio is the one that maximises `tokens -
 step's gain is that, with the rate reached so far. Bounds are UCB1-Normal's form (Auer, Cesa-Bianchi, Fischer 2002,
 "Finite-time analysis of the multiarmed bandit problem"): mean + width * deviation * sqrt(2 log n / pulls).
 
-A step tells more than its own arm: a draft of 8 with 3 accepted says what 1, 2, 3, 4 and 6 would have brought. These
-side observations (Caron, Kveton, Lelarge, Bhagat 2012, "Leveraging side observations in stochastic bandits") take their
-times from the mean of the steps seen with as many drafts.
+A step tells more than its own arm: a draft of 8 with 3 accepted says what 1, 2, 3, 4 and 6 would have brought. Of
+longer drafts it tells only where tokens were rejected; learning from just those steps would make long drafts look bad.
+These side observations (Caron, Kveton, Lelarge, Bhagat 2012, "Leveraging side observations in stochastic bandits") take
+their times from the mean of the steps in which the same drafter proposed as many tokens. A mean over few steps is a
+rumour: below `KNOWN` of them nothing is told, and an arm's bound is as wide as times of its own draft length are few.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ from engine.observation import ObservationSchema
 from engine.policy_heads import TableHead
 
 WIDTH = 0.5  # of the confidence bound; UCB1 itself has 1, meant for gains that can be anything in their range
-PRIOR_PULLS = 8.0  # how many pulls the mean over all cells counts for in one cell's estimate
+PRIOR_PULLS = 8.0  # how many pulls the mean over all cells counts for in one cell's estimates
 FIRST_DEVIATION = 1.0  # tokens, until an arm has been pulled often enough to tell
+KNOWN = 4  # observations that make a deviation
+_WORD = (1 << 64) - 1
 
 
 class UCB:
@@ -33,7 +37,8 @@ class UCB:
         sums: float64 `[cells, actions, 6]`: pulls, tokens, plain steps, and the sums of tokens squared, plain steps
             squared and their product.
         totals: tokens and plain steps of all that was really pulled; their ratio is the rate.
-        times: float64 `[longest draft + 1, 2]`: steps seen with as many drafted tokens, and their plain steps.
+        times: float64 `[1 + drafters, longest draft + 1, 3]`: steps seen in which nobody (row 0) or a drafter of the
+            menu drafted as many tokens, their plain steps, and the sum of these squared.
     """
 
     name = "ucb"
@@ -45,7 +50,8 @@ class UCB:
         self._rng = np.random.default_rng(seed)
         self.sums = np.zeros((self.cells.count, len(menu), 6))
         self.totals = np.zeros(2)
-        self.times = np.zeros((max(menu.lengths, default=0) + 1, 2))
+        self._rows = {name: row for row, name in enumerate(("", *menu.drafters))}
+        self.times = np.zeros((len(self._rows), max(menu.lengths, default=0) + 1, 3))
 
     @property
     def rate(self) -> float:
@@ -58,7 +64,8 @@ class UCB:
         cell = self.cells.index(vector)
         pulls = self.sums[cell, :, 0]
         mean, deviation = self._gains(self.sums[cell])
-        bonus = WIDTH * deviation * np.sqrt(2.0 * np.log(max(2.0, pulls.sum())) / np.maximum(pulls, 1.0))
+        certain = np.maximum(np.minimum(pulls, self._times_seen()), 1.0)
+        bonus = WIDTH * deviation * np.sqrt(2.0 * np.log(max(2.0, pulls.sum())) / certain)
         bound = np.where(pulls > 0, mean + bonus, 1e6 + self._rng.random(len(pulls)))
         return int(np.where(mask, bound, -np.inf).argmax())
 
@@ -66,30 +73,42 @@ class UCB:
         cell = self.cells.index(vector)
         plain_steps -= self._prefill(vector)
         self.totals += (accepted + 1, plain_steps)
-        if self._decoding(vector):
-            self.times[drafted] += (1.0, plain_steps)
-        self._add(cell, action, accepted + 1, plain_steps)
+        self._add(cell, action, accepted + 1, plain_steps, plain_steps**2)
+        if not self._decoding(vector):
+            return
+        self.times[self._row(action), drafted] += (1.0, plain_steps, plain_steps**2)
         for arm, tokens, would_draft in self._side_observations(action, drafted, accepted):
-            seen, total = self.times[would_draft]
-            if seen > 0 and self._decoding(vector):
-                self._add(cell, arm, tokens, total / seen)
+            seen, total, squares = self.times[self._row(arm), would_draft]
+            if seen >= KNOWN:
+                self._add(cell, arm, tokens, total / seen, squares / seen)
 
     def head(self) -> TableHead:
-        """Mean gains at the final rate; a cell that was seldom seen leans on the mean over all cells."""
-        mean, _ = self._gains(self.sums)
-        pooled, _ = self._gains(self.sums.sum(axis=0))
+        """Mean gains at the final rate; a cell that was seldom seen leans on the mean over all cells.
+
+        The whole cell leans, not each arm: an arm that one cell has given up after a pull or two would be judged by
+        the cells that went on pulling it because it is good there.
+        """
         pulls = self.sums[..., 0]
-        values = (pulls * mean + PRIOR_PULLS * pooled) / (pulls + PRIOR_PULLS)
-        never = self.sums[..., 0].sum(axis=0) == 0
+        pooled, _ = self._gains(self.sums.sum(axis=0))
+        mean = np.where(pulls > 0, self._gains(self.sums)[0], pooled)
+        seen = pulls.max(axis=1, keepdims=True)
+        values = (seen * mean + PRIOR_PULLS * pooled) / (seen + PRIOR_PULLS)
+        never = pulls.sum(axis=0) == 0
         values[:, never] = values.min() - 1.0
         return TableHead(self.cells, values.astype(np.float32))
 
     def state(self) -> dict[str, np.ndarray]:
-        return {"sums": self.sums, "totals": self.totals, "times": self.times}
+        return {"sums": self.sums, "totals": self.totals, "times": self.times, "rng": _rng_words(self._rng)}
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        for name, array in self.state().items():
-            array[...] = state[name]
+        """The inverse of `state`. Raises `KeyError` or `ValueError` for another form, and then changes nothing."""
+        ours = self.state()
+        for name, array in ours.items():
+            if state[name].shape != array.shape:
+                raise ValueError(f"{name} has shape {state[name].shape}, here {array.shape}")
+        for name in ("sums", "totals", "times"):
+            ours[name][...] = state[name]
+        _set_rng_words(self._rng, state["rng"])
 
     def _gains(self, sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Mean and deviation of `tokens - rate * time` for sums `[..., 6]`."""
@@ -97,18 +116,21 @@ class UCB:
         pulls = np.maximum(sums[..., 0], 1.0)
         mean = (sums[..., 1] - rate * sums[..., 2]) / pulls
         square = (sums[..., 3] - 2.0 * rate * sums[..., 5] + rate**2 * sums[..., 4]) / pulls
-        known = sums[..., 0] >= 4
+        known = sums[..., 0] >= KNOWN
         deviation = np.where(known, np.sqrt(np.maximum(square - mean**2, 1e-4)), FIRST_DEVIATION)
         return mean, deviation
 
-    def _add(self, cell: int, arm: int, tokens: float, time: float) -> None:
-        self.sums[cell, arm] += (1.0, tokens, time, tokens**2, time**2, tokens * time)
+    def _add(self, cell: int, arm: int, tokens: float, time: float, time_squared: float) -> None:
+        self.sums[cell, arm] += (1.0, tokens, time, tokens**2, time_squared, tokens * time)
+
+    def _times_seen(self) -> np.ndarray:
+        """`[actions]`: steps whose time tells what a full draft of each arm takes."""
+        return np.array([self.times[self._row(arm), entry.k, 0] for arm, entry in enumerate(self.menu.actions)])
 
     def _side_observations(self, action: int, drafted: int, accepted: int) -> Iterator[tuple[int, int, int]]:
         """(arm, tokens, drafted tokens) of the other arms whose outcome this step reveals.
 
-        All shorter drafts of the same drafter; all longer ones too where a token was rejected or the drafter had
-        no more to give. The plain step always yields one token.
+        The plain step, which always yields one token, and all shorter drafts of the same drafter.
         """
         pulled = self.menu[action]
         for arm, entry in enumerate(self.menu.actions):
@@ -116,16 +138,14 @@ class UCB:
                 continue
             if entry.k == 0:
                 yield arm, 1, 0
-            elif entry.drafter == pulled.drafter:
-                ended = drafted < pulled.k
-                if entry.k <= drafted or ended:
-                    would_draft = min(entry.k, drafted)
-                    yield arm, min(entry.k, accepted) + 1, would_draft
-                elif accepted < drafted:
-                    yield arm, accepted + 1, entry.k
+            elif entry.drafter == pulled.drafter and entry.k <= pulled.k:
+                yield arm, min(entry.k, accepted) + 1, min(entry.k, drafted)
+
+    def _row(self, action: int) -> int:
+        return self._rows[self.menu[action].drafter]
 
     def _prefill(self, vector: np.ndarray) -> float:
-        """Plain steps that reading the uncached prompt takes whatever is chosen: they would drown the arms' difference."""
+        """Plain steps that reading the uncached prompt takes anyway: they would drown the arms' difference."""
         uncached = 2.0 ** vector[self._schema.index("prompt_left")] - 1.0
         return float(uncached * vector[self._schema.index("prefill_cost")])
 
@@ -141,3 +161,15 @@ def default_cells(menu: Menu, schema: ObservationSchema) -> Cells:
             features.append((f"{drafter}.match_length", (1.0, 2.0, 3.0, 5.0, 9.0)))
     features.append(("acceptance_short", (0.2, 0.5, 0.8)))
     return Cells(tuple(features), schema.names)
+
+
+def _rng_words(rng: np.random.Generator) -> np.ndarray:
+    """The state of a PCG64 generator, uint64 `[4]`: two numbers of 128 bits, low word first."""
+    numbers = rng.bit_generator.state["state"]
+    return np.array([numbers[name] >> shift & _WORD for name in ("state", "inc") for shift in (0, 64)], dtype=np.uint64)
+
+
+def _set_rng_words(rng: np.random.Generator, words: np.ndarray) -> None:
+    low, high, inc_low, inc_high = (int(word) for word in words)
+    numbers = {"state": high << 64 | low, "inc": inc_high << 64 | inc_low}
+    rng.bit_generator.state = {**rng.bit_generator.state, "state": numbers}

@@ -1,7 +1,5 @@
 """Microseconds that the n-gram drafter takes a step, on ordinary and on adversarial texts.
 
-    python -m benchmarks.ngram --context 8192 --steps 1024 --k 8
-
 A step is what a decoder asks for at k > 0: the text has grown by one token, then `signal`, then `propose`.
 The longest step is shown too: debts are settled there, or the interpreter collects garbage. With history, the
 whole text is also the text of an earlier request. The last line of stdout is JSON.
@@ -9,12 +7,12 @@ whole text is also the text of an earlier request. The last line of stdout is JS
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import random
 import statistics
 import time
+from dataclasses import asdict, dataclass
 
 from engine.drafters.ngram import NGramDrafter
 
@@ -86,21 +84,22 @@ def measure(text: Text, context: int, k: int, history_tokens: int) -> dict[str, 
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--context", type=int, default=8192, help="tokens indexed before the first step")
-    parser.add_argument("--steps", type=int, default=1024, help="steps measured, one token each")
-    parser.add_argument("--k", type=int, default=8, help="draft length")
-    args = parser.parse_args()
+@dataclass(frozen=True)
+class Options:
+    context: int = 8192
+    """Tokens indexed before the first step."""
+    steps: int = 1024
+    """Steps measured, one token each."""
+    k: int = 8
+    """Draft length."""
+
+
+def main(options: Options) -> None:
     results = {}
-    for name, text in texts(args.context + args.steps).items():
+    for name, text in texts(options.context + options.steps).items():
         for history in (0, 2 * len(text)):
             label = f"{name}, with history" if history else name
-            results[label] = measure(text, args.context, args.k, history)
+            results[label] = measure(text, options.context, options.k, history)
             print(f"{label:36}", *(f"{key} {value:7.1f}" for key, value in results[label].items()), sep="  ")
     machine = {"python": platform.python_version(), "machine": platform.machine()}
-    print(json.dumps({"benchmark": "ngram", **vars(args), **machine, "results": results}))
-
-
-if __name__ == "__main__":
-    main()
+    print(json.dumps({"benchmark": "ngram", **asdict(options), **machine, "results": results}))

@@ -53,7 +53,7 @@ class Options:
 
 
 def main(options: Options) -> None:
-    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    prompt = read_standard_input() if options.prompt == "-" else options.prompt
     if not prompt.strip():
         raise PromptError("the prompt is empty; give some text")
     policy = load_policy(options.policy) if options.policy else None
@@ -77,6 +77,14 @@ def main(options: Options) -> None:
     painter = Painter(decoder.target.tokenizer, options.stop) if options.color else None
     generation = show(pieces, painter)
     print(statistics_line(generation, decoder.controller.name))
+
+
+def read_standard_input() -> str:
+    """All of standard input. Raises `PromptError` where it is not UTF-8."""
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise PromptError(f"standard input is not UTF-8 (byte {error.start}); give UTF-8 text") from error
 
 
 def show(pieces: Iterator[Piece], painter: Painter | None) -> Generation:

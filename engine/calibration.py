@@ -34,8 +34,8 @@ def cached_costs(
     path = cache_folder() / "costs" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
     try:
         return CostTable.from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # never measured, or by a version that wrote another form
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass  # never measured, damaged, or by a version that wrote another form
     print("draftgate: calibrating costs on this machine", file=sys.stderr, flush=True)
     costs = calibrate(runner, drafters, lengths, machine=machine)
     write_json(path, costs.to_json())

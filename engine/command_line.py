@@ -29,5 +29,6 @@ def run(options: type[Options], main: Callable[[Options], None], description: st
 
 
 def _report(message: str, code: int) -> int:
-    print(f"draftgate: {message}", file=sys.stderr)
+    line = " ".join(message.splitlines())  # names that the user gave may hold line breaks
+    print(f"draftgate: {line}".encode("utf-8", "replace").decode(), file=sys.stderr)
     return code

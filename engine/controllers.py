@@ -75,7 +75,9 @@ class HeuristicController(BaseController):
         if not menu.lengths:
             raise ControllerError("the heuristic needs draft lengths in the menu; add some, or use plain")
         self._actions = {k: menu.find(k) for k in menu.lengths}
-        self._length = min(max(start, 1), max(menu.lengths))
+        if start < 1:
+            raise ControllerError(f"the heuristic starts at draft length {start}; give at least 1")
+        self._length = min(start, max(menu.lengths))
 
     def choose(self, observation: Observation | None, mask: Sequence[bool]) -> int:
         return self._actions[min(self._actions, key=lambda k: (abs(k - self._length), k))]
@@ -117,6 +119,8 @@ def make_controller(name: str, menu: Menu) -> Controller:
         close = difflib.get_close_matches(kind, _MAKERS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(CONTROLLER_NAMES)}"
         raise ControllerError(f"controller {name!r} is unknown; {hint}")
+    if argument and kind in CONTROLLER_NAMES:
+        raise ControllerError(f"controller {name!r} takes no argument; write {kind}")
     try:
         return _MAKERS[kind](menu, argument)
     except (MenuError, ControllerError):
@@ -125,7 +129,7 @@ def make_controller(name: str, menu: Menu) -> Controller:
         raise ControllerError(f"controller {name!r} cannot be read; write {_form(kind)}") from error
 
 
-CONTROLLER_NAMES = ("plain", "fresh", "fixed:K", "heuristic", "threshold:T")
+CONTROLLER_NAMES = ("plain", "fresh", "fixed:K", "heuristic:START", "threshold:T")
 
 _MAKERS: dict[str, Callable[[Menu, str], Controller]] = {
     "plain": lambda menu, _: FixedController(menu, 0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -31,6 +32,17 @@ class CostTable:
     draft: Mapping[str, float]
     prefill: float
     machine: str
+
+    def __post_init__(self) -> None:
+        seconds = [s for times in self.verify.values() for s in times]
+        if not self.contexts or list(self.contexts) != sorted(set(self.contexts)):
+            raise ValueError("the contexts of a cost table must ascend")
+        if 0 not in self.verify or any(len(times) != len(self.contexts) for times in self.verify.values()):
+            raise ValueError("a cost table needs the plain step, and one time a context for each draft length")
+        if not all(0.0 < s < math.inf for s in seconds):
+            raise ValueError("the times of a cost table must be positive")
+        if not all(0.0 <= s < math.inf for s in (self.spread, self.prefill, *self.draft.values())):
+            raise ValueError("the spread, draft and prefill times of a cost table must be finite")
 
     def plain_seconds(self, context: int) -> float:
         """Seconds of a plain step at `context` tokens, interpolated between those measured, constant beyond."""

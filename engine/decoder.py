@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,21 +13,22 @@ from engine.controllers import Controller, make_controller
 from engine.costs import CostTable, machine_fingerprint
 from engine.drafters import Drafter
 from engine.drafters.factory import emptied, plan_drafter
-from engine.errors import PolicyError, PromptError
+from engine.errors import DrafterError, PolicyError, SamplingError
 from engine.guard import Guard
 from engine.menu import Menu, default_menu, parse_menu
 from engine.models import LoadedModel, load_model
 from engine.policy import Policy
 from engine.prefix_cache import PrefixCache
-from engine.request import Request
+from engine.prompts import Prompt, encode_prompt
+from engine.request import Request, check_request
 from engine.results import Generation, StepRecord
 from engine.runner import kv_bytes_per_token
 from engine.sampling import Sampling
 from engine.session import Parts, Session
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-
 DEFAULT_CACHE_BYTES = 256 << 20
+# Physical memory: a budget beyond it could never be allocated.
+MOST_CACHE_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 1 << 40
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,10 @@ class SpeculativeDecoder:
         Raises:
             DraftgateError: a subclass that names the cause and the mend.
         """
+        if not 0 <= prefix_cache_bytes <= MOST_CACHE_BYTES:
+            raise SamplingError(
+                f"prefix_cache_bytes is {prefix_cache_bytes}; give 0 (no cache) to {MOST_CACHE_BYTES}, all memory here"
+            )
         loaded = load_model(target, precision, device)
         plans = [plan_drafter(one, loaded) for one in _listed(drafter)]
         token_bytes = kv_bytes_per_token(loaded.runner)
@@ -127,7 +133,11 @@ class SpeculativeDecoder:
         yield Piece(session.take_text(), session.steps[-1])
         return generation
 
-    def session(
+    def session(self, prompt: Prompt, max_new_tokens: int = 128, **settings: Any) -> Session:
+        """A request to be driven step by step; close it when done. Arguments as in `generate`."""
+        return Session(self.parts, self.request(prompt, max_new_tokens, **settings))
+
+    def request(
         self,
         prompt: Prompt,
         max_new_tokens: int = 128,
@@ -139,8 +149,8 @@ class SpeculativeDecoder:
         stop: str | Sequence[str] = (),
         salt: str = "",
         ignore_eos: bool = False,
-    ) -> Session:
-        """A request to be driven step by step; close it when done."""
+    ) -> Request:
+        """A checked request, not begun yet. Raises `PromptError` or `SamplingError` where it cannot be served."""
         request = Request(
             tokens=tuple(self.encode(prompt)),
             max_new_tokens=max_new_tokens,
@@ -149,18 +159,12 @@ class SpeculativeDecoder:
             salt=salt,
             ignore_eos=ignore_eos,
         )
-        return Session(self.parts, request)
+        check_request(request, self.parts.runner)
+        return request
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of text, chat messages or token ids. Raises `PromptError` where there is nothing to encode."""
-        if not prompt:
-            raise PromptError("the prompt is empty; give some text, messages or token ids")
-        tokenizer = self.target.tokenizer
-        if isinstance(prompt, str):
-            return list(tokenizer(prompt)["input_ids"])
-        if all(isinstance(token, int) for token in prompt):
-            return [int(token) for token in prompt]  # type: ignore[arg-type]
-        return render_chat(tokenizer, prompt)  # type: ignore[arg-type]
+        return encode_prompt(self.target.tokenizer, prompt)
 
     # -- the same engine otherwise ------------------------------------------------------------------------------
 
@@ -193,7 +197,9 @@ class SpeculativeDecoder:
             while not session.finished:
                 started = time.perf_counter()
                 observation = session.observe() if controller.needs_observation else None
+                guarded = _guard_steps(controller)
                 action = controller.choose(observation, session.mask())
+                session.guard_steps += _guard_steps(controller) - guarded
                 record = session.step(action, controller.min_confidence, started)
                 controller.observe(record)
                 yield record
@@ -210,15 +216,8 @@ class SpeculativeDecoder:
         return Guard(controller, menu, costs) if guard else controller
 
 
-def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """Token ids of chat messages with the cue for the answer. Raises `PromptError` where they cannot be rendered."""
-    if not getattr(tokenizer, "chat_template", None):
-        raise PromptError("this model has no chat template; give text instead of messages")
-    try:
-        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # templates raise whatever their authors wrote
-        raise PromptError(f"the chat template refuses these messages ({error}); check roles and contents") from error
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+def _guard_steps(controller: Controller) -> int:
+    return controller.plain_steps if isinstance(controller, Guard) else 0
 
 
 def _listed(drafter: str | Drafter | Sequence[str | Drafter]) -> list[str | Drafter]:
@@ -236,4 +235,7 @@ def _menu(menu: Menu | str | None, controller: object, drafters: tuple[str, ...]
         if missing:
             raise PolicyError(f"the policy uses drafters that the engine lacks: {', '.join(missing)}; add them")
         return controller.menu
+    missing = [name for name in menu.drafters if name not in drafters] if menu else []
+    if missing:
+        raise DrafterError(f"the menu uses drafters that the engine lacks: {', '.join(missing)}; add them")
     return menu or default_menu(drafters)

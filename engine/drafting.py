@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Mapping
 
+from torch import Tensor
+
 from engine.drafters.base import EMPTY_DRAFT, Draft, Drafter, DraftState, Signal
 from engine.request import Request
+
+SUM_TOLERANCE = 1e-2  # half precision over a large vocabulary rounds by this much
 
 
 class Drafting:
@@ -61,17 +66,16 @@ class Drafting:
 
     def _checked(self, draft: Draft, k: int) -> Draft:
         """The draft up to its first token outside the vocabulary. Raises `ValueError` where it is broken."""
-        count = len(draft.tokens)
+        tokens = [operator.index(token) for token in draft.tokens]
+        count = len(tokens)
         if count > k:
             raise ValueError(f"{count} tokens proposed where {k} were asked for")
-        if draft.probs is not None and not (draft.probs.isfinite() & (draft.probs >= 0)).all():
+        if draft.probs is not None and not _are_distributions(draft.probs, count):
             raise ValueError("the draft distribution is not one")
-        valid = next((i for i, t in enumerate(draft.tokens) if not 0 <= t < self._vocab_size), count)
-        if valid == count:
-            return draft
-        if draft.probs is not None:  # leaving a drawn token out would bias what is emitted
-            raise ValueError(f"token {draft.tokens[valid]} was drawn from outside the target's vocabulary")
-        return Draft(draft.tokens[:valid], draft.confidences[:valid])
+        valid = next((i for i, t in enumerate(tokens) if not 0 <= t < self._vocab_size), count)
+        if draft.probs is not None and valid < count:  # leaving a drawn token out would bias what is emitted
+            raise ValueError(f"token {tokens[valid]} was drawn from outside the target's vocabulary")
+        return Draft(tokens[:valid], draft.confidences[:valid], draft.probs)
 
     def _fail(self, name: str, error: Exception) -> None:
         self.failures += 1
@@ -79,3 +83,10 @@ class Drafting:
             self._warned.add(name)
             reason = f"{type(error).__name__}: {error}"
             warnings.warn(f"drafter {name} failed ({reason}); its steps run plain", RuntimeWarning, stacklevel=4)
+
+
+def _are_distributions(probs: Tensor, count: int) -> bool:
+    """Whether `probs` is `[count, vocab]` with rows that are finite, not negative, and sum to 1 up to rounding."""
+    if probs.ndim != 2 or len(probs) != count or not (probs.isfinite() & (probs >= 0)).all():
+        return False
+    return bool(((probs.sum(dim=-1) - 1.0).abs() < SUM_TOLERANCE).all())

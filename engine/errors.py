@@ -66,3 +66,8 @@ class StorageError(DraftgateError, OSError):
     """A file that cannot be written, for instance because the disk is full."""
 
     __str__ = Exception.__str__
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of another library says, in one line; its type where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine.errors import ModelFileError, ModelNotFoundError, StorageError
+from engine.errors import ModelFileError, ModelNotFoundError, StorageError, first_line
 from engine.storage import cache_folder, folder_made_atomically
 
 # name -> (package that holds the file, file, sha256, how to get it)
@@ -52,6 +53,7 @@ def converted_folder(path: Path) -> Path:
     _check_magic(path)
     folder = cache_folder() / "models" / f"{path.stem}-{_sha256(path)[:16]}-v{CONVERSION_VERSION}"
     if not (folder / "config.json").is_file():
+        shutil.rmtree(folder, ignore_errors=True)  # what is left of a damaged copy
         print(f"draftgate: converting {path.name} once into {folder}", file=sys.stderr, flush=True)
         with folder_made_atomically(folder) as temporary:
             _convert(path, temporary)
@@ -69,25 +71,25 @@ def _convert(path: Path, folder: Path) -> None:
         )
     except Exception as error:  # the reader raises whatever a damaged header leads it into
         raise ModelFileError(
-            f"{path} cannot be decoded ({type(error).__name__}: {_first_line(error)}); fetch the file again"
+            f"{path} cannot be decoded ({type(error).__name__}: {first_line(error)}); fetch the file again"
         ) from error
     try:
         tokenizer.save_pretrained(folder)
         model.save_pretrained(folder)
     except Exception as error:
-        raise StorageError(f"cannot write {folder}: {_first_line(error)}; free some space") from error
+        raise StorageError(f"cannot write {folder}: {first_line(error)}; free some space") from error
 
 
 def _check_magic(path: Path) -> None:
-    with path.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise ModelFileError(f"{path} is not a GGUF file; give a .gguf file or a Hugging Face folder")
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise ModelFileError(f"{path} cannot be read ({error.strerror}); check its permissions") from error
+    if magic != b"GGUF":
+        raise ModelFileError(f"{path} is not a GGUF file; give a .gguf file or a Hugging Face folder")
 
 
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or ["no reason given"])[0]

@@ -49,6 +49,7 @@ class Guard:
         self._due = WINDOW
         self._pause = FIRST_PAUSE
         self._pausing = 0
+        self._held_back = False
         self._drift = 1.0
         self._context = 0
 
@@ -59,7 +60,8 @@ class Guard:
     def choose(self, observation: Observation | None, mask: Sequence[bool]) -> int:
         assert observation is not None
         self._context = observation.context
-        if self._pausing > 0 and not observation.prefill_pending:
+        self._held_back = self._pausing > 0 and not observation.prefill_pending
+        if self._held_back:
             self._pausing -= 1
             self.plain_steps += 1
             return self._plain
@@ -72,7 +74,7 @@ class Guard:
         plain = self._costs.plain_seconds(self._context)
         if record.k == 0:
             self._drift += DRIFT_WEIGHT * (record.seconds / plain - self._drift)
-        if self._pausing == 0:
+        if self._pausing == 0 and not self._held_back:
             self._window.append((record.seconds, plain * self._drift * len(record.tokens)))
             self._judge()
 

@@ -33,6 +33,8 @@ class Menu:
     def __post_init__(self) -> None:
         if not self.actions:
             raise MenuError("the menu is empty; give at least reuse/0")
+        for action in self.actions:
+            _check(action)
         if len(set(self.actions)) < len(self.actions):
             raise MenuError(f"the menu holds an entry twice: {self}; name each once")
         if Action(reuse=True, k=0) not in self.actions:
@@ -70,7 +72,8 @@ class Menu:
         for index, action in enumerate(self.actions):
             if action.reuse and action.k == k and (k == 0 or drafter in (None, action.drafter)):
                 return index
-        raise MenuError(f"draft length {k} is not in the menu {self}; choose one that is, or add it")
+        whose = f" of drafter {drafter}" if drafter else ""
+        raise MenuError(f"draft length {k}{whose} is not in the menu {self}; choose one that is, or add it")
 
     def mask(self, can_reuse: bool) -> list[bool]:
         """Which entries may be chosen now.
@@ -104,13 +107,20 @@ def parse_menu(text: str, drafters: Sequence[str]) -> Menu:
     return Menu(tuple(_parse_action(entry.strip(), drafters) for entry in text.split(",")))
 
 
+def _check(action: Action) -> None:
+    if not 0 <= action.k <= MAX_LENGTH:
+        raise MenuError(f"menu entry {str(action)!r} has draft length {action.k}; choose one from 0 to {MAX_LENGTH}")
+    if bool(action.drafter) != (action.k > 0):
+        raise MenuError(f"menu entry {str(action)!r} must name a drafter where it drafts, and only there")
+
+
 def _parse_action(entry: str, drafters: Sequence[str]) -> Action:
     prefix, _, rest = entry.partition("/")
     drafter, _, length = rest.rpartition("/")
     if prefix not in ("fresh", "reuse") or not length.isdecimal():
         raise MenuError(f"menu entry {entry!r} cannot be read; write fresh/0, reuse/4 or reuse/ngram/4")
-    k = int(length)
-    if k > MAX_LENGTH:
+    k = int(length[-4300:])  # int() refuses longer ones
+    if k > MAX_LENGTH or len(length) > 4300:
         raise MenuError(f"menu entry {entry!r} drafts more than {MAX_LENGTH} tokens; choose a shorter length")
     if k == 0:
         return Action(prefix == "reuse", 0)

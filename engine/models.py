@@ -16,6 +16,7 @@ from engine.errors import (
     ModelFileError,
     ModelNotFoundError,
     TokenizerMismatchError,
+    first_line,
 )
 from engine.gguf import BUNDLED, bundled_file, converted_folder
 from engine.kernels.packed import can_pack, pack_linears
@@ -87,6 +88,9 @@ def _check_device(device: str) -> None:
         raise DeviceError(f"device {device!r} is unknown; choose cpu or cuda") from error
     if kind == "cuda" and not torch.cuda.is_available():
         raise DeviceError(f"device {device} was asked for, and torch sees no GPU here; use cpu")
+    count = torch.cuda.device_count() if kind == "cuda" else 0
+    if count and (torch.device(device).index or 0) >= count:
+        raise DeviceError(f"device {device} was asked for, and torch sees cuda:0 to cuda:{count - 1} here; use one")
     if kind not in {"cpu", "cuda"}:
         raise DeviceError(f"device {device!r} is not supported; choose cpu or cuda")
 
@@ -95,14 +99,20 @@ def _locate(name: str) -> str:
     """A folder or hub id that transformers can read."""
     if name in BUNDLED:
         return str(converted_folder(bundled_file(name)))
-    path = Path(name).expanduser()
-    if path.is_file():
+    try:
+        path = Path(name).expanduser()
+        is_file, is_dir = path.is_file(), path.is_dir()
+    except (OSError, RuntimeError) as error:  # a name too long, a home that is not known
+        raise ModelNotFoundError(f"no such model file or folder: {name[:80]!r}; check the path") from error
+    if not name:  # Path("") is the current folder
+        raise ModelNotFoundError(f"no such model file or folder: {name!r}; check the path")
+    if is_file:
         return str(converted_folder(path))
-    if path.is_dir():
+    if is_dir:
         if not (path / "config.json").is_file():
             raise ModelNotFoundError(f"{path} holds no config.json; give a folder saved by transformers")
         return str(path)
-    if path.suffix == ".gguf" or name.startswith((".", "/", "~")) or name.count("/") > 1 or not name:
+    if path.suffix == ".gguf" or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelNotFoundError(f"no such model file or folder: {name!r}; check the path")
     return name
 
@@ -118,11 +128,18 @@ def _read(name: str, folder: str, dtype: torch.dtype) -> tuple[Any, Any]:
                 "nor a hub id that can be reached from here; check the name or the network"
             ) from error
         if Path(folder) == Path(name).expanduser():
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ModelFileError(f"the model in {folder} cannot be read ({reason}); fetch it again") from error
+            raise _unreadable(folder, error) from error
     # A converted copy that was damaged since: make it anew.
-    shutil.rmtree(folder)
-    return _from_pretrained(_locate(name), dtype)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder = _locate(name)
+    try:
+        return _from_pretrained(folder, dtype)
+    except Exception as error:
+        raise _unreadable(folder, error) from error
+
+
+def _unreadable(folder: str, error: Exception) -> ModelFileError:
+    return ModelFileError(f"the model in {folder} cannot be read ({first_line(error)}); fetch it again")
 
 
 def _from_pretrained(folder: str, dtype: torch.dtype) -> tuple[Any, Any]:

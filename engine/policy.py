@@ -74,7 +74,7 @@ class Policy:
             "tensors_sha256": hashlib.sha256(tensors).hexdigest(),
         }
         write_atomically(folder / TENSOR_FILE, lambda path: path.write_bytes(tensors))
-        write_json(folder / JSON_FILE, document)
+        write_json(folder / JSON_FILE, document | {"sha256": _digest(document)})
 
 
 class PolicyController(BaseController):
@@ -108,14 +108,30 @@ def load_policy(folder: str | Path) -> Policy:
         menu = parse_menu(document["menu"], document["drafters"])
         names = ObservationSchema(menu).names
         _check_schema(document["schema"], names, folder)
-        head = HEADS[document["head"]["kind"]].load(document["head"], load_tensors(tensors), names, len(menu))
+        kind = document["head"]["kind"]
+        if kind not in HEADS:
+            raise PolicyError(f"the policy in {folder} has an unknown head {kind!r}; known: {', '.join(HEADS)}")
+        head = HEADS[kind].load(document["head"], load_tensors(tensors), names, len(menu))
         costs = CostTable.from_json(document["costs"])
-        return Policy(str(document["name"]), menu, head, costs, dict(document["provenance"]))
-    except DraftgateError:
+        if not costs.covers(menu.lengths, menu.drafters):
+            raise ValueError("its costs do not cover its menu")
+        policy = Policy(str(document["name"]), menu, head, costs, dict(document["provenance"]))
+    except PolicyError:
         raise
+    except DraftgateError as error:
+        raise PolicyError(f"the policy in {folder} is damaged ({error}); export it again") from error
     except (KeyError, TypeError, ValueError, AttributeError, SafetensorError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise PolicyError(f"the policy in {folder} is damaged ({reason}); export it again") from error
+    if document.get("sha256") != _digest(document):
+        raise PolicyError(f"{folder / JSON_FILE} was altered since its export; export it again")
+    return policy
+
+
+def _digest(document: Mapping[str, Any]) -> str:
+    """SHA-256 of a policy's document without the digest itself, in a form that no spacing changes."""
+    kept = {name: value for name, value in document.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def _check_format(document: Mapping[str, Any], folder: Path) -> None:
@@ -123,7 +139,7 @@ def _check_format(document: Mapping[str, Any], folder: Path) -> None:
         raise PolicyError(f"{folder / JSON_FILE} is no Draftgate policy; give a folder that train.py exported")
     if document.get("version") != FORMAT_VERSION:
         raise PolicyError(
-            f"the policy in {folder} has format {document.get('version')}, this version reads {FORMAT_VERSION}; "
+            f"the policy in {folder} has format {document.get('version')!r}, this version reads {FORMAT_VERSION}; "
             "train it again or update draftgate"
         )
 
@@ -138,8 +154,9 @@ def _check_schema(schema: Mapping[str, Any], names: Sequence[str], folder: Path)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    data = _read_bytes(path)
     try:
-        document = json.loads(_read_bytes(path))
+        document = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise PolicyError(f"{path} is not valid JSON ({error}); export the policy again") from error
     if not isinstance(document, dict):
@@ -150,6 +167,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
-    except OSError as error:
-        reason = error.strerror or str(error)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
         raise PolicyError(f"{path} cannot be read ({reason}); give a folder that train.py exported") from error

@@ -31,7 +31,9 @@ def check_request(request: Request, runner: Runner) -> None:
     if not all(0 <= token < runner.vocab_size for token in request.tokens):
         outside = f"token ids outside 0..{runner.vocab_size - 1}"
         raise PromptError(f"the prompt holds {outside}; use the model's own tokenizer")
-    if request.max_new_tokens < 1:
-        raise SamplingError(f"max_new_tokens is {request.max_new_tokens}; give at least 1")
+    if not isinstance(request.max_new_tokens, int) or request.max_new_tokens < 1:
+        raise SamplingError(f"max_new_tokens is {request.max_new_tokens}; give a whole number, at least 1")
+    if not all(isinstance(stop, str) for stop in request.stop):
+        raise SamplingError(f"stop is {request.stop}; give a string or several")
     if any(not stop for stop in request.stop):
         raise SamplingError("a stop string is empty; give at least one character")

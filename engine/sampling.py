@@ -27,6 +27,8 @@ class Sampling:
             raise SamplingError(f"top_p is {self.top_p}; give a number above 0 and at most 1")
         if not isinstance(self.top_k, int) or self.top_k < 0:
             raise SamplingError(f"top_k is {self.top_k}; give 0 (off) or a positive whole number")
+        if self.seed is not None and (not isinstance(self.seed, int) or self.seed < 0):
+            raise SamplingError(f"seed is {self.seed}; give 0 or a positive whole number, or none")
 
     @property
     def greedy(self) -> bool:
@@ -42,7 +44,9 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     The filters apply in the order that transformers uses: temperature, top-k, top-p. Ties at the edge of top-k
     are kept, and top-p keeps the smallest set that reaches the mass, at least one token.
     """
-    scaled = logits.double() / sampling.temperature
+    scaled = logits.double()
+    # From the best logit on: a temperature near 0 must not divide to infinity.
+    scaled = (scaled - scaled.amax(dim=-1, keepdim=True)) / sampling.temperature
     if 0 < sampling.top_k < scaled.shape[-1]:
         edge = scaled.topk(sampling.top_k, dim=-1).values[..., -1:]
         scaled = scaled.masked_fill(scaled < edge, float("-inf"))

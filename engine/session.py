@@ -16,7 +16,7 @@ from engine.errors import MenuError
 from engine.menu import Action, Menu
 from engine.observation import Observation
 from engine.prefix_cache import PrefixCache
-from engine.request import Request, check_request
+from engine.request import Request
 from engine.results import Counters, FinishReason, Generation, StepRecord, count_steps
 from engine.runner import Runner
 from engine.sampling import seeded_generator
@@ -39,7 +39,7 @@ class Parts:
 
 
 class Session:
-    """The state of one request, driven by `step` until `finished`, then closed.
+    """The state of one checked request, driven by `step` until `finished`, then closed.
 
     The buffer holds every token but the newest, which is the first row of the next pass; drafted rows follow it::
 
@@ -49,18 +49,18 @@ class Session:
 
     def __init__(self, parts: Parts, request: Request) -> None:
         started = time.perf_counter()
-        check_request(request, parts.runner)
         self._parts, self._request = parts, request
         self.tokens: list[int] = list(request.tokens)
         self.steps: list[StepRecord] = []
         self.finish_reason: FinishReason | None = None
+        self.guard_steps = 0  # counted by whoever drives the request under a guard
         self._limit = min(request.max_new_tokens, parts.runner.max_context - len(request.tokens))
         self._buffer = parts.runner.new_buffer()
+        self._generator = seeded_generator(request.sampling.seed)
+        self._detokenizer = Detokenizer(parts.tokenizer, request.stop)
         self._match = parts.prefix_cache.match(request.tokens, request.salt).truncated(len(request.tokens) - 1)
         parts.prefix_cache.lock(self._match)
         self._locked = True
-        self._generator = seeded_generator(request.sampling.seed)
-        self._detokenizer = Detokenizer(parts.tokenizer, request.stop)
         self._newest_logits: Tensor | None = None
         self._acceptance_short = self._acceptance_long = 0.5
         self._last_drafting: tuple[int, int] = (0, 0)
@@ -176,7 +176,8 @@ class Session:
 
     def result(self) -> Generation:
         """The generation so far, with its counters."""
-        self._detokenizer.finish()
+        if self.finished:  # else what is held back may still become a character or a stop string
+            self._detokenizer.finish()
         return Generation(
             tokens=self.generated,
             text=self._detokenizer.text,
@@ -192,6 +193,7 @@ class Session:
             count_steps(self.steps),
             num_prompt_tokens=len(self._request.tokens),
             num_drafter_failures=self._drafting.failures,
+            num_guard_steps=self.guard_steps,
         )
 
     # -- parts of a step ----------------------------------------------------------------------------------------

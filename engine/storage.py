@@ -59,10 +59,17 @@ def folder_made_atomically(folder: Path) -> Iterator[Path]:
     try:
         yield temporary
         with _storage_errors(folder):
-            if not folder.exists():
-                temporary.replace(folder)
+            _move_unless_there(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _move_unless_there(temporary: Path, folder: Path) -> None:
+    try:
+        temporary.replace(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
 
 
 @contextmanager

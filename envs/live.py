@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -12,6 +13,7 @@ from gymnasium import spaces
 from engine import Session, SpeculativeDecoder, StepRecord
 from engine.costs import CostTable
 from engine.decoder import DEFAULT_CACHE_BYTES
+from engine.errors import PromptError
 from engine.menu import default_menu, parse_menu
 from engine.observation import ObservationSchema
 from engine.render import Painter
@@ -104,15 +106,18 @@ class SpeculativeDecodingEnv(gym.Env[np.ndarray, np.int64]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """Begin the next request. A seed also restarts the workload in that seed's order, with empty caches."""
+        """Begin the next request. A seed also restarts the workload in that seed's order, with empty caches.
+
+        A request that the model cannot take, for instance because its conversation has outgrown the context window, is
+        left out with a warning. Raises `PromptError` where the model can take none.
+        """
         super().reset(seed=seed)
         self._close_session()
         decoder = self.decoder
         if seed is not None or self._dialogues is None:
             self._decoder = decoder = decoder.with_empty_caches()
             self._dialogues, self._dialogue = endless(self._workload, self.np_random), None
-        self._turn = self._next_turn()
-        self._session = decoder.session(self._turn.messages, self._max_new_tokens)
+        self._session = self._next_session(decoder)
         self._painter, self._painted = Painter(decoder.target.tokenizer), ""
         return self._observe(), self._info()
 
@@ -125,6 +130,7 @@ class SpeculativeDecodingEnv(gym.Env[np.ndarray, np.int64]):
         record = session.step(self.menu.allowed(int(action), session.mask()))
         if self.render_mode == "ansi" and self._painter:
             self._painted += self._painter.paint(record)
+            self._painted += self._painter.finish() if session.finished else ""
         reward = -record.seconds / self.costs.plain_seconds(context)
         return self._observe(), reward, session.finished, False, self._info() | _step_info(record)
 
@@ -147,6 +153,17 @@ class SpeculativeDecodingEnv(gym.Env[np.ndarray, np.int64]):
     def close(self) -> None:
         self._close_session()
         self._decoder = None
+
+    def _next_session(self, decoder: SpeculativeDecoder) -> Session:
+        refused: PromptError | None = None
+        for _ in range(self._workload.num_requests):
+            self._turn = self._next_turn()
+            try:
+                return decoder.session(self._turn.messages, self._max_new_tokens)
+            except PromptError as error:
+                warnings.warn(f"request {self._turn.id} is left out: {error}", stacklevel=3)
+                self._dialogue, refused = None, error
+        raise refused or PromptError("the workload holds no request; give one that does")
 
     def _next_turn(self) -> Turn:
         assert self._dialogues is not None

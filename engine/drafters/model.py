@@ -102,9 +102,7 @@ class ModelDraftState:
     def _reuse_prefix(self, tokens: list[int]) -> None:
         match = self._cache.match(tokens, self._salt).truncated(len(tokens) - 1)
         if match.length:
-            self._cache.lock(match)
             self._cache.restore(match, self._buffer)
-            self._cache.unlock(match)
             self._held = tokens[: match.length]
 
     def _roll_back(self, tokens: list[int]) -> None:

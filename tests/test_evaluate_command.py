@@ -1,0 +1,194 @@
+"""evaluate.py on a tiny model and the policy that train.py made of it."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import evaluate
+import train
+from engine import command_line, load_policy
+from engine.menu import parse_menu
+
+ROOT = Path(evaluate.__file__).parent
+ROWS = [
+    {"id": "a", "kind": "talk", "turns": ["the and in", "then?"], "split": "train"},
+    {"id": "c", "kind": "chat", "turns": ["again and again"], "split": "test"},
+    {"id": "d", "kind": "talk", "turns": ["the other", "and then?"], "split": "test"},
+    {"id": "e", "kind": "chat", "turns": ["on and on and on"], "split": "validation"},
+]
+ARMS = ["plain", "fixed:2", "fixed:4", "policy ucb"]
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Costs that are calibrated here stay here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DRAFTGATE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def workload(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("workload") / "small.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def policy(cache_folder: None, target_folder: Path, workload: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("policy")
+    train.main(
+        train.Options(
+            target=str(target_folder),
+            workload=str(workload),
+            menu="fresh/0,reuse/0,reuse/2,reuse/4",
+            steps=20,
+            max_new_tokens=8,
+            check_requests=0,
+            out=out,
+        )
+    )
+    return out
+
+
+@pytest.fixture
+def run(policy: Path, workload: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command; returns exit code, standard output, standard error."""
+
+    def ran(*arguments: object) -> tuple[int, str, str]:
+        words = ["evaluate.py", "--policy", policy, "--workload", workload, "--max-new-tokens", 8, *arguments]
+        monkeypatch.setattr(sys, "argv", [str(word) for word in words])
+        code = 0
+        capsys.readouterr()
+        try:
+            command_line.run(evaluate.Options, evaluate.main, "Evaluate.")
+        except SystemExit as end:
+            code = int(end.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return ran
+
+
+def strict(text: str) -> Any:
+    """JSON proper: Python's own reader lets NaN and infinities pass."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_it_ends_with_one_json_document(run: Run, policy: Path) -> None:
+    code, stdout, stderr = run()
+    assert code == 0, stderr
+    lines = stdout.splitlines()
+    document = strict(lines[-1])
+    assert [arm["arm"] for arm in document["arms"]] == ARMS
+    assert [arm["mismatched_tokens"] for arm in document["arms"]] == [0] * 4
+    assert len({arm["tokens"] for arm in document["arms"]}) == 1
+    assert document["arms"][0]["speedup"] == 1.0
+    assert document["requests"] == 3
+    assert set(document["kinds"]) == {"chat", "talk"}
+    assert document["workload"] == "small/test"
+    assert document["policy"] == str(policy)
+    assert document["machine"] == load_policy(policy).costs.machine
+    assert "outcomes" not in document
+    assert lines[0] == "3 requests of small/test"
+    assert [line[:12].rstrip() for line in lines[2:6]] == ARMS
+    assert lines[7].split() == ["speed-up", "chat", "talk"]
+    assert not any(line.startswith("{") for line in lines[:-1])
+    assert (policy / "evaluation.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_whole_judgement_goes_to_a_file(run: Run, tmp_path: Path) -> None:
+    target, plot = tmp_path / "deeper" / "judgement.json", tmp_path / "plots" / "speed.png"
+    code, stdout, stderr = run("--json", target, "--plot", plot)
+    assert code == 0, stderr
+    document = strict(target.read_text(encoding="utf-8"))
+    outcomes = document.pop("outcomes")
+    assert document == strict(stdout.splitlines()[-1])
+    assert list(outcomes) == ARMS
+    assert [o["request"] for o in outcomes["policy ucb"]] == ["c/1", "d/1", "d/2"]
+    assert all(o["tokens"] <= 8 for arm in outcomes.values() for o in arm)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "requests", "name"),
+    [
+        (["--requests", "2"], 2, "small/test"),
+        (["--requests", "0"], 3, "small/test"),
+        (["--split", "all", "--requests", "0"], 6, "small"),
+        (["--split", "validation"], 1, "small/validation"),
+    ],
+)
+def test_which_requests_are_judged(run: Run, arguments: list[str], requests: int, name: str) -> None:
+    code, stdout, stderr = run(*arguments)
+    assert code == 0, stderr
+    document = strict(stdout.splitlines()[-1])
+    assert (document["requests"], document["workload"]) == (requests, name)
+    assert f"{requests}/{requests}" in stderr  # the progress bar counts requests
+
+
+def test_further_controllers_are_judged_too(run: Run) -> None:
+    code, stdout, stderr = run("--controller", "heuristic", "threshold:0.5", "fresh", "--requests", "1")
+    assert code == 0, stderr
+    arms = [arm["arm"] for arm in strict(stdout.splitlines()[-1])["arms"]]
+    assert arms == ["plain", "fixed:2", "fixed:4", "heuristic", "threshold:0.5", "fresh", "policy ucb"]
+
+
+def test_every_fixed_length_of_every_drafter_is_an_arm() -> None:
+    one = parse_menu("fresh/0,fresh/3,reuse/0,reuse/2,reuse/8", ["ngram"])
+    assert evaluate.fixed_arms(one) == ["fixed:2", "fixed:8"]
+    two = parse_menu("reuse/0,reuse/ngram/2,reuse/model:x/2", ["ngram", "model:x"])
+    assert evaluate.fixed_arms(two) == ["fixed:2:ngram", "fixed:2:model:x"]
+
+
+def test_a_misspelt_option_ends_with_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Through the file itself, as `python evaluate.py --polcy x` would."""
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", "--polcy", "x"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / "evaluate.py"), run_name="__main__")
+    assert end.value.code == 2
+    assert "--policy" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policy", "./nowhere"], "nowhere/policy.json cannot be read"),
+        (["--workload", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
+        (["--target", "./nowhere"], "no such model file or folder"),
+        (["--controller", "heuristics"], "did you mean heuristic?"),
+        (["--controller", "fixed:3"], "draft length 3 is not in the menu"),
+        (["--requests", "-1"], "requests is -1"),
+        (["--precision", "fp64"], "precision 'fp64' is unknown"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(run: Run, arguments: list[str], message: str) -> None:
+    code, stdout, stderr = run(*arguments)
+    assert (code, stdout) == (2, "")
+    last = stderr.splitlines()[-1]
+    assert last.startswith("draftgate: error: ")
+    assert message in last
+
+
+def test_an_altered_policy_is_refused(run: Run, policy: Path, tmp_path: Path) -> None:
+    for name in ("policy.json", "policy.safetensors"):
+        content = (policy / name).read_bytes()
+        (tmp_path / name).write_bytes(content[:-1] if name.endswith("safetensors") else content)
+    code, _, stderr = run("--policy", tmp_path)
+    assert code == 2
+    assert "was truncated or altered since its export" in stderr
