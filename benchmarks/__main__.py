@@ -7,7 +7,7 @@ import sys
 
 from engine import command_line
 
-NAMES = ("identity", "ngram", "prefix")
+NAMES = ("engine", "identity", "ngram", "prefix", "quality")
 
 
 def main() -> None:

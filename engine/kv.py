@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -128,3 +129,51 @@ class KVBuffer(Cache):
 
 def _with_positions(like: Tensor, positions: int) -> tuple[int, ...]:
     return (*like.shape[:-2], positions, like.shape[-1])
+
+
+class StackedKVBuffer(KVBuffer):
+    """A buffer whose layers are views of two tensors `[layers, kv_heads, capacity, dim]`, for compiled runners.
+
+    It reserves for all layers at once, so that the views stay views.
+    """
+
+    def __init__(self, layers: int, kv_heads: int, dim: int) -> None:
+        super().__init__()
+        self._shape = (layers, kv_heads, dim)
+        self.layers = [KVLayer() for _ in range(layers)]
+        self._view(*(self._empty(FIRST_CAPACITY) for _ in range(2)))
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and values as numpy arrays `[layers, kv_heads, capacity, dim]` on the same memory."""
+        return self._keys.numpy(), self._values.numpy()
+
+    def advance(self, positions: int) -> None:
+        """Count positions that were written behind `length`."""
+        for layer in self.layers:
+            layer.length += positions
+
+    def reserve(self, positions: int) -> None:
+        """Grow the storage of all layers, doubling, until it holds `positions`."""
+        capacity = self._keys.shape[2]
+        if positions <= capacity:
+            return
+        while capacity < positions:
+            capacity *= 2
+        grown = [self._empty(capacity) for _ in range(2)]
+        for new, old in zip(grown, (self._keys, self._values), strict=True):
+            new[:, :, : self.length] = old[:, :, : self.length]
+        self._view(*grown)
+
+    def append(self, rows: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self.reserve(self.length + rows[0][0].shape[-2])
+        super().append(rows)
+
+    def _empty(self, capacity: int) -> Tensor:
+        layers, kv_heads, dim = self._shape
+        return torch.empty(layers, kv_heads, capacity, dim)
+
+    def _view(self, keys: Tensor, values: Tensor) -> None:
+        self._keys, self._values = keys, values
+        for index, layer in enumerate(self.layers):
+            layer.keys, layer.values = keys[index : index + 1], values[index : index + 1]
+            layer.is_initialized = True

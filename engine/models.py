@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ from engine.errors import (
     ModelFileError,
     ModelNotFoundError,
     TokenizerMismatchError,
+    UnsupportedModelError,
     first_line,
 )
 from engine.gguf import BUNDLED, bundled_file, converted_folder
+from engine.int8_models import int8_runner
 from engine.kernels.packed import can_pack, pack_linears
 from engine.runner import HFRunner, Runner
 
@@ -42,21 +45,25 @@ def load_model(name: str, precision: str = "fp32", device: str = "cpu", packed: 
 
     Args:
         name: what to load.
-        precision: fp32, bf16 or fp16.
+        precision: fp32, bf16, fp16, or int8 (on the CPU).
         device: cpu, or cuda with an optional index.
         packed: prepack fp32 linear layers on the CPU, which makes verification cheap; same results up to rounding.
 
     Raises:
         ModelNotFoundError, ModelFileError, UnsupportedModelError, DeviceError: each with its mend.
     """
-    dtype = _dtype(precision)
+    _check_precision(precision, device)
     _check_device(device)
-    folder = _locate(name)
-    model, tokenizer = _read(name, folder, dtype)
-    model = model.to(device)
-    if packed and precision == "fp32" and device == "cpu" and can_pack():
-        pack_linears(model)
-    return LoadedModel(name, precision, device, HFRunner(model), tokenizer, _eos_ids(model, tokenizer))
+
+    def load(folder: str) -> LoadedModel:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        if precision == "int8":
+            runner, generation = int8_runner(folder)
+        else:
+            runner, generation = _plain_runner(folder, DTYPES[precision], device, packed)
+        return LoadedModel(name, precision, device, runner, tokenizer, _eos_ids(generation, tokenizer))
+
+    return _read(name, load)
 
 
 def check_same_tokenizer(target: LoadedModel, drafter: LoadedModel) -> None:
@@ -75,10 +82,12 @@ def check_same_tokenizer(target: LoadedModel, drafter: LoadedModel) -> None:
     )
 
 
-def _dtype(precision: str) -> torch.dtype:
-    if precision not in DTYPES:
-        raise DeviceError(f"precision {precision!r} is unknown; choose one of {', '.join(DTYPES)}")
-    return DTYPES[precision]
+def _check_precision(precision: str, device: str) -> None:
+    known = (*DTYPES, "int8")
+    if precision not in known:
+        raise DeviceError(f"precision {precision!r} is unknown; choose one of {', '.join(known)}")
+    if precision == "int8" and device != "cpu":
+        raise DeviceError(f"precision int8 runs on the CPU only; use bf16 on {device}")
 
 
 def _check_device(device: str) -> None:
@@ -117,23 +126,26 @@ def _locate(name: str) -> str:
     return name
 
 
-def _read(name: str, folder: str, dtype: torch.dtype) -> tuple[Any, Any]:
+def _read(name: str, load: Callable[[str], LoadedModel]) -> LoadedModel:
+    """Load from where `name` points to; a converted copy that was damaged since is made anew."""
     hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    folder = _locate(name)
     try:
-        return _from_pretrained(folder, dtype)
+        return load(folder)
+    except UnsupportedModelError:
+        raise
     except Exception as error:
         if not Path(folder).is_dir():
             raise ModelNotFoundError(
                 f"model {name!r} is neither bundled ({', '.join(BUNDLED)}), a folder, a .gguf file, "
-                "nor a hub id that can be reached from here; check the name or the network"
+                f"nor a hub id that loads from here ({first_line(error)}); check the name or the network"
             ) from error
         if Path(folder) == Path(name).expanduser():
             raise _unreadable(folder, error) from error
-    # A converted copy that was damaged since: make it anew.
     shutil.rmtree(folder, ignore_errors=True)
     folder = _locate(name)
     try:
-        return _from_pretrained(folder, dtype)
+        return load(folder)
     except Exception as error:
         raise _unreadable(folder, error) from error
 
@@ -142,13 +154,16 @@ def _unreadable(folder: str, error: Exception) -> ModelFileError:
     return ModelFileError(f"the model in {folder} cannot be read ({first_line(error)}); fetch it again")
 
 
-def _from_pretrained(folder: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    return model, tokenizer
+def _plain_runner(folder: str, dtype: torch.dtype, device: str, packed: bool) -> tuple[Runner, Any]:
+    """A runner over transformers' own model, and the model's generation config."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True)
+    model.to(device)
+    if packed and dtype == torch.float32 and device == "cpu" and can_pack():
+        pack_linears(model)
+    return HFRunner(model), model.generation_config
 
 
-def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    configured = model.generation_config.eos_token_id if model.generation_config else None
+def _eos_ids(generation: Any, tokenizer: Any) -> frozenset[int]:
+    configured = generation.eos_token_id if generation else None
     ids = configured if isinstance(configured, list) else [configured]
     return frozenset(int(i) for i in [*ids, tokenizer.eos_token_id] if i is not None)

@@ -149,7 +149,7 @@ MENU = "fresh/0,reuse/0,reuse/ngram/1,reuse/ngram/2,reuse/ngram/3,reuse/ngram/4,
         (["x", "--policy", "/none"], None),
         (["x", "--device", "cuda"], "device cuda was asked for, and torch sees no GPU here; use cpu"),
         (["x", "--device", "gpu"], "device 'gpu' is unknown; choose cpu or cuda"),
-        (["x", "--precision", "int8"], "precision 'int8' is unknown; choose one of fp32, bf16, fp16"),
+        (["x", "--precision", "int4"], "precision 'int4' is unknown; choose one of fp32, bf16, fp16, int8"),
     ],
 )
 def test_before_any_model_is_loaded(

@@ -88,12 +88,12 @@ def test_names_that_nothing_knows(name: str, monkeypatch: pytest.MonkeyPatch) ->
     def offline(*args: object, **settings: object) -> None:
         raise OSError("We couldn't connect\nto the hub")
 
-    monkeypatch.setattr(models, "_from_pretrained", offline)
+    monkeypatch.setattr(models.AutoTokenizer, "from_pretrained", offline)
     with pytest.raises(ModelNotFoundError) as caught:
         load_model(name)
     assert str(caught.value) == (
         f"model {name!r} is neither bundled (smollm2-135m), a folder, a .gguf file, "
-        "nor a hub id that can be reached from here; check the name or the network"
+        "nor a hub id that loads from here (We couldn't connect); check the name or the network"
     )
 
 
@@ -236,11 +236,11 @@ def test_too_few_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         load_model("/none", device="cuda:1")
 
 
-@pytest.mark.parametrize("precision", ["", "float32", "int8", "FP32"])
+@pytest.mark.parametrize("precision", ["", "float32", "int4", "FP32"])
 def test_unknown_precisions(precision: str) -> None:
     with pytest.raises(DeviceError) as caught:
         load_model("anything", precision)
-    assert str(caught.value) == f"precision {precision!r} is unknown; choose one of fp32, bf16, fp16"
+    assert str(caught.value) == f"precision {precision!r} is unknown; choose one of fp32, bf16, fp16, int8"
 
 
 # -- tokenizers ---------------------------------------------------------------------------------------------------
