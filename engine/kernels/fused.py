@@ -269,8 +269,8 @@ def decode_layers(x, weights, scales, norms, bias, eps, cosine, sine, keys, valu
     """All layers on `rows` embedded tokens: `x` float32 `[rows, hidden]` in place, KV appended at `start`.
 
     `weights`: (qkv, output, gate and up, down), int8 `[layers, channels, padded]`; `scales`: theirs,
-    `[layers, channels]`; `norms`: (before attention, before the feed-forward) `[layers, hidden]`; `bias`: `[layers, qkv channels]`;
-    `keys`, `values`: `[layers, kv_heads, capacity, dim]`.
+    `[layers, channels]`; `norms`: (before attention, before the feed-forward) `[layers, hidden]`; `bias`:
+    `[layers, qkv channels]`; `keys`, `values`: `[layers, kv_heads, capacity, dim]`.
     """
     qkv_w, output_w, gate_up_w, down_w = weights
     qkv_s, output_s, gate_up_s, down_s = scales
