@@ -13,7 +13,16 @@ import numpy as np
 from numba import prange
 
 from engine.kernels.compile import compiled
-from engine.kernels.madd import MAX_ROWS, MAX_TERMS, OUT_STRIDE, dot_rows, float_from_bits, pointer
+from engine.kernels.madd import (
+    CHANNELS,
+    MAX_ROWS,
+    MAX_TERMS,
+    OUT_STRIDE,
+    dot_channel,
+    dot_channels,
+    float_from_bits,
+    pointer,
+)
 
 F = np.float32
 LARGEST = F(4095)  # of a quantised activation
@@ -111,24 +120,34 @@ def dots(x, w, first, count, row, rows, sums):
     terms = w.shape[1]
     part = np.empty((MAX_ROWS, OUT_STRIDE), np.int32)
     if terms <= MAX_TERMS:
-        for n in range(count):
-            dot_rows(rows, pointer(x, row * terms), terms, pointer(w, (first + n) * terms), terms, pointer(part, n))
+        chunk_dots(x, w, first, count, row, rows, 0, terms, part)
         for r in range(rows):
             for n in range(count):
                 sums[r, n] = F(part[r, n])
         return
     total = np.zeros((MAX_ROWS, OUT_STRIDE), np.float64)
     for start in range(0, terms, MAX_TERMS):
-        size = min(MAX_TERMS, terms - start)
-        for n in range(count):
-            at = (first + n) * terms + start
-            dot_rows(rows, pointer(x, row * terms + start), terms, pointer(w, at), size, pointer(part, n))
+        chunk_dots(x, w, first, count, row, rows, start, min(MAX_TERMS, terms - start), part)
         for r in range(rows):
             for n in range(count):
                 total[r, n] += part[r, n]
     for r in range(rows):
         for n in range(count):
             sums[r, n] = F(total[r, n])
+
+
+@plain
+def chunk_dots(x, w, first, count, row, rows, start, size, part):
+    """Terms `start` to `start + size` of the products, exact in int32: `part[r, n]`."""
+    terms = w.shape[1]
+    rows_at = pointer(x, row * terms + start)
+    n = 0
+    while n + CHANNELS <= count:
+        dot_channels(rows, rows_at, pointer(w, (first + n) * terms + start), terms, size, pointer(part, n))
+        n += CHANNELS
+    while n < count:
+        dot_channel(rows, rows_at, pointer(w, (first + n) * terms + start), terms, size, pointer(part, n))
+        n += 1
 
 
 @parallel

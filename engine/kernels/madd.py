@@ -21,10 +21,13 @@ def _host_features() -> set[str]:
     return {name for name, there in binding.get_host_cpu_features().items() if there}
 
 
+_WIDE = "avx512bw" in _host_features()
+
 PADDING = 32  # rows are padded with zeros to a multiple of so many terms
-LANES = 32 if "avx512bw" in _host_features() else 16  # int16 products of one chunk
-MAX_ROWS = 9  # activation rows that share one read of the weights: accumulators of so many fit in the registers
-OUT_STRIDE = 16  # int32 sums between two rows' results: they lie channel by channel
+LANES = 32 if _WIDE else 16  # int16 products of one chunk
+MAX_ROWS = 5  # activation rows of a tile
+CHANNELS = 4 if _WIDE else 2  # weight rows of a tile: its rows x channels of sums must fit in the vector registers
+OUT_STRIDE = 16  # int32 sums between two activation rows' results: they lie channel by channel
 MAX_TERMS = 4096  # 4,095 * 127 * 4,096 < 2^31: longer rows are summed in chunks
 
 _I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -34,31 +37,37 @@ def _vector(kind: ir.Type, lanes: int) -> ir.VectorType:
     return ir.VectorType(kind, lanes)
 
 
-def _emit(builder: ir.IRBuilder, args: tuple[ir.Value, ...], rows: int) -> None:
-    """A loop over chunks of LANES that keeps one vector of sums for each row; then the sums to `out`."""
-    x, stride, w, size, out = args
+def _emit(builder: ir.IRBuilder, args: tuple[ir.Value, ...], rows: int, channels: int) -> None:
+    """A loop over chunks of LANES that keeps a vector of sums for each row and channel; then the sums to `out`."""
+    x, w, stride, size, out = args
     half = _vector(_I32, LANES // 2)
     entry, loop, done = builder.block, builder.append_basic_block("chunks"), builder.append_basic_block("sums")
     builder.branch(loop)
     builder.position_at_end(loop)
     at = builder.phi(_I64)
-    sums = [builder.phi(half) for _ in range(rows)]
-    weights = _load(builder, w, at, ir.IntType(8))
+    sums = [[builder.phi(half) for _ in range(channels)] for _ in range(rows)]
+    weights = [_load(builder, w, _offset(builder, stride, channel, at), ir.IntType(8)) for channel in range(channels)]
     grown = []
     for row in range(rows):
-        place = builder.add(builder.mul(stride, _I64(row)), at)
-        products = builder.mul(_load(builder, x, place, _I16), weights)
-        grown.append(builder.add(sums[row], _add_neighbours(builder, products)))
+        activations = _load(builder, x, _offset(builder, stride, row, at), _I16)
+        products = [_add_neighbours(builder, builder.mul(activations, weight)) for weight in weights]
+        grown.append([builder.add(sum_, more) for sum_, more in zip(sums[row], products, strict=True)])
     following = builder.add(at, _I64(LANES))
     at.add_incoming(_I64(0), entry)
     at.add_incoming(following, loop)
-    for before, after in zip(sums, grown, strict=True):
-        before.add_incoming(ir.Constant(half, None), entry)
-        before.add_incoming(after, loop)
+    for row in range(rows):
+        for before, after in zip(sums[row], grown[row], strict=True):
+            before.add_incoming(ir.Constant(half, None), entry)
+            before.add_incoming(after, loop)
     builder.cbranch(builder.icmp_signed("<", following, size), loop, done)
     builder.position_at_end(done)
-    for first in range(0, rows, 4):
-        _store_totals(builder, grown[first : first + 4], out, first)
+    for row in range(rows):
+        place = builder.bitcast(builder.gep(out, [_I64(row * OUT_STRIDE)]), _vector(_I32, channels).as_pointer())
+        builder.store(_totals(builder, grown[row]), place, align=4)
+
+
+def _offset(builder: ir.IRBuilder, stride: ir.Value, index: int, at: ir.Value) -> ir.Value:
+    return builder.add(builder.mul(stride, _I64(index)), at)
 
 
 def _load(builder: ir.IRBuilder, base: ir.Value, at: ir.Value, kind: ir.Type) -> ir.Value:
@@ -68,16 +77,12 @@ def _load(builder: ir.IRBuilder, base: ir.Value, at: ir.Value, kind: ir.Type) ->
 
 
 def _add_neighbours(builder: ir.IRBuilder, v: ir.Value) -> ir.Value:
-    lanes = v.type.count
-    even, odd = (ir.Constant(_vector(_I32, lanes // 2), list(range(first, lanes, 2))) for first in (0, 1))
-    return builder.add(builder.shuffle_vector(v, v, even), builder.shuffle_vector(v, v, odd))
+    """Half as many lanes: each is the sum of two neighbours."""
+    return builder.add(*(_shuffle(builder, v, v, range(first, v.type.count, 2)) for first in (0, 1)))
 
 
-def _store_totals(builder: ir.IRBuilder, vectors: list[ir.Value], out: ir.Value, first: int) -> None:
-    """The sum of each vector's lanes to `out[(first + i) * OUT_STRIDE]`; up to four vectors are folded together."""
-    count = len(vectors)
-    while len(vectors) & (len(vectors) - 1):
-        vectors = [*vectors, vectors[-1]]  # a power of two: the copy's sum is not stored
+def _totals(builder: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
+    """A vector with the sum of each vector's lanes, for 1, 2 or 4 vectors: they are folded together."""
     width = 1  # vectors interleaved in each of those left
     while len(vectors) > 1:
         vectors = [_fold_pair(builder, low, high, width) for low, high in zip(vectors[::2], vectors[1::2], strict=True)]
@@ -86,9 +91,7 @@ def _store_totals(builder: ir.IRBuilder, vectors: list[ir.Value], out: ir.Value,
     while v.type.count > width:
         half = v.type.count // 2
         v = builder.add(_shuffle(builder, v, v, range(half)), _shuffle(builder, v, v, range(half, 2 * half)))
-    for i in range(count):
-        place = builder.gep(out, [_I64((first + i) * OUT_STRIDE)])
-        builder.store(builder.extract_element(v, _I32(i)), place)
+    return v
 
 
 def _fold_pair(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, width: int) -> ir.Value:
@@ -106,19 +109,14 @@ def _shuffle(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: Iterable[in
     return builder.shuffle_vector(a, b, ir.Constant(_vector(_I32, len(chosen)), chosen))
 
 
-def _dot_rows(rows: int) -> Callable[..., Any]:
+def _dot_tile(rows: int, channels: int) -> Callable[..., Any]:
     @intrinsic
-    def dot(context, x, stride, w, size, out):
-        signature = types.void(
-            types.CPointer(types.int16),
-            types.int64,
-            types.CPointer(types.int8),
-            types.int64,
-            types.CPointer(types.int32),
-        )
+    def dot(context, x, w, stride, size, out):
+        x, w, out = types.CPointer(types.int16), types.CPointer(types.int8), types.CPointer(types.int32)
+        signature = types.void(x, w, types.int64, types.int64, out)
 
         def generate(context, builder, signature, args):
-            _emit(builder, args, rows)
+            _emit(builder, args, rows, channels)
             return context.get_dummy_value()
 
         return signature, generate
@@ -147,27 +145,35 @@ def float_from_bits(context, bits):
     return types.float32(types.int32), generate
 
 
-_d1, _d2, _d3, _d4, _d5, _d6, _d7, _d8, _d9 = (_dot_rows(rows) for rows in range(1, MAX_ROWS + 1))
+_one1, _one2, _one3, _one4, _one5 = (_dot_tile(rows, 1) for rows in range(1, MAX_ROWS + 1))
+_all1, _all2, _all3, _all4, _all5 = (_dot_tile(rows, CHANNELS) for rows in range(1, MAX_ROWS + 1))
 
 
 @compiled()
-def dot_rows(rows, x, stride, w, size, out):
-    """`out[r * OUT_STRIDE] = sum_k x[r * stride + k] * w[k]` for `rows` rows, exact in int32."""
+def dot_channel(rows, x, w, stride, size, out):
+    """`out[r * OUT_STRIDE] = sum_k x[r * stride + k] * w[k]` for 1 to MAX_ROWS rows, exact in int32."""
     if rows == 1:
-        _d1(x, stride, w, size, out)
+        _one1(x, w, stride, size, out)
     elif rows == 2:
-        _d2(x, stride, w, size, out)
+        _one2(x, w, stride, size, out)
     elif rows == 3:
-        _d3(x, stride, w, size, out)
+        _one3(x, w, stride, size, out)
     elif rows == 4:
-        _d4(x, stride, w, size, out)
-    elif rows == 5:
-        _d5(x, stride, w, size, out)
-    elif rows == 6:
-        _d6(x, stride, w, size, out)
-    elif rows == 7:
-        _d7(x, stride, w, size, out)
-    elif rows == 8:
-        _d8(x, stride, w, size, out)
+        _one4(x, w, stride, size, out)
     else:
-        _d9(x, stride, w, size, out)
+        _one5(x, w, stride, size, out)
+
+
+@compiled()
+def dot_channels(rows, x, w, stride, size, out):
+    """The same for CHANNELS weight rows, `stride` apart: `out[r * OUT_STRIDE + c]`."""
+    if rows == 1:
+        _all1(x, w, stride, size, out)
+    elif rows == 2:
+        _all2(x, w, stride, size, out)
+    elif rows == 3:
+        _all3(x, w, stride, size, out)
+    elif rows == 4:
+        _all4(x, w, stride, size, out)
+    else:
+        _all5(x, w, stride, size, out)
