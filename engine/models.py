@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ class LoadedModel:
     runner: Runner
     tokenizer: Any
     eos_ids: frozenset[int]
+    digest: str
 
 
 def load_model(name: str, precision: str = "fp32", device: str = "cpu", packed: bool = True) -> LoadedModel:
@@ -56,7 +58,21 @@ def load_model(name: str, precision: str = "fp32", device: str = "cpu", packed: 
     model = model.to(device)
     if packed and precision == "fp32" and device == "cpu" and can_pack():
         pack_linears(model)
-    return LoadedModel(name, precision, device, HFRunner(model), tokenizer, _eos_ids(model, tokenizer))
+    eos_ids = _eos_ids(model, tokenizer)
+    return LoadedModel(name, precision, device, HFRunner(model), tokenizer, eos_ids, model_digest(name, folder))
+
+
+def model_digest(name: str, folder: str) -> str:
+    """16 hex digits that tell models apart whose costs differ: of config.json and the names and sizes of the weight
+    files in `folder`; of the name where that is a hub id."""
+    path, digest = Path(folder), hashlib.sha256()
+    if not path.is_dir():
+        return hashlib.sha256(name.encode()).hexdigest()[:16]
+    digest.update((path / "config.json").read_bytes())
+    for file in sorted(path.iterdir()):
+        if file.suffix in {".safetensors", ".bin"}:
+            digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+    return digest.hexdigest()[:16]
 
 
 def check_same_tokenizer(target: LoadedModel, drafter: LoadedModel) -> None:

@@ -72,4 +72,14 @@ def seeded_generator(seed: int | None, stream: int = 0) -> torch.Generator:
 
 def draw(probs: Tensor, generator: torch.Generator) -> int:
     """One token id from a distribution `[vocab]` that need not be normalised."""
-    return int(torch.multinomial(probs, 1, generator=generator))
+    return int(torch.multinomial(probs.cpu(), 1, generator=generator))  # generators live on the CPU
+
+
+def certainty(logits: Tensor | None) -> tuple[float, float]:
+    """Top probability and entropy (nats) of the distribution of logits `[vocab]`; zeros where there are none."""
+    if logits is None:
+        return 0.0, 0.0
+    log_probs = logits.log_softmax(dim=-1)
+    probs = log_probs.exp()
+    entropy = -(probs * log_probs.clamp_min(-1e9)).sum()
+    return float(probs.max()), float(entropy)

@@ -52,10 +52,11 @@ def _verify_greedy(logits: Tensor, drafted: list[int]) -> Verdict:
 def _verify_sampled(target: Tensor, draft: Draft, generator: torch.Generator) -> Verdict:
     for row, token in enumerate(draft.tokens):
         p, q = target[row], _draft_distribution(draft, row, target)
-        u = torch.rand((), generator=generator, dtype=torch.float64)
-        if u * q[token] >= p[token]:
+        u = float(torch.rand((), generator=generator, dtype=torch.float64))
+        if u * float(q[token]) >= float(p[token]):
             residual = (p - q).clamp_(min=0.0)
-            return Verdict(row, draw(residual, generator))
+            # Nothing is left where q equals p up to rounding.
+            return Verdict(row, draw(residual if residual.sum() > 0.0 else p, generator))
     return Verdict(len(draft.tokens), draw(target[len(draft.tokens)], generator))
 
 
@@ -67,6 +68,8 @@ def _draft_distribution(draft: Draft, row: int, target: Tensor) -> Tensor:
     else:
         shared = min(draft.probs.shape[-1], q.shape[-1])
         q[:shared] = draft.probs[row, :shared]
+        # Half precision sums to 1 only roughly, and part of it may lie outside the shared vocabulary.
+        q /= q.sum().clamp_min(torch.finfo(q.dtype).tiny)
     return q
 
 
