@@ -6,7 +6,7 @@ export PYTHONPATH :=
 .PHONY: train test lint clean
 
 train: .venv
-	$(BIN)/python train.py
+	$(BIN)/python train.py --overwrite
 	$(BIN)/python evaluate.py
 
 test: .venv

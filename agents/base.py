@@ -19,8 +19,13 @@ class Learner(Protocol):
         """The action to try next for an observation `[features]`."""
         ...
 
-    def update(self, vector: np.ndarray, action: int, drafted: int, accepted: int, plain_steps: float) -> None:
-        """Learn from a step: tokens drafted and accepted, and its time in plain steps."""
+    def update(
+        self, vector: np.ndarray, action: int, drafted: int, accepted: int, tokens: int, plain_steps: float
+    ) -> None:
+        """Learn from a step: tokens drafted, accepted and committed, and its time in plain steps.
+
+        `tokens` is `accepted + 1`, or `accepted` where the request ended within the draft.
+        """
         ...
 
     def head(self) -> Head:

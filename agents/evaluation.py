@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,14 +23,19 @@ class Outcome:
     """One arm's run of one request.
 
     Attributes:
+        group: the conversation or document whose requests stay together when intervals are drawn.
+        steps, guard_steps: all steps, and those that a guard took plain.
         mismatched: positions whose token differs from plain decoding's, a missing or surplus token counted as one.
     """
 
     request: str
     kind: str
+    group: str
     tokens: int
     seconds: float
     first_token: float
+    steps: int
+    guard_steps: int
     drafts: int
     drafted: int
     accepted: int
@@ -40,12 +45,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class ArmSummary:
-    """An arm over all requests; intervals are 95 % bootstrap intervals, paired over requests.
+    """An arm over all requests; intervals are 95 % bootstrap intervals over groups, paired between arms.
 
     Attributes:
         speedup: plain's seconds for the same requests over the arm's, with the interval's ends.
         tokens_per_second: new tokens over seconds, prefill included.
         time_to_first_token: median seconds.
+        guarded: share of the steps that a guard took plain.
     """
 
     arm: str
@@ -58,6 +64,7 @@ class ArmSummary:
     time_to_first_token: float
     acceptance_rate: float
     mean_acceptance_length: float
+    guarded: float
     mismatched_tokens: int
 
 
@@ -70,24 +77,35 @@ class Judgement:
 
     def summaries(self, kind: str | None = None) -> list[ArmSummary]:
         """One summary an arm, in the order that they were given; of one kind of request, or of all."""
-        kept = {
-            arm: [outcome for outcome in outcomes if kind in (None, outcome.kind)]
-            for arm, outcomes in self.outcomes.items()
-        }
+        kept = self._of_kind(kind)
         return [_summary(arm, outcomes, kept[PLAIN]) for arm, outcomes in kept.items()]
+
+    def speedups(self, kind: str) -> dict[str, float]:
+        """Every arm's speed-up on one kind of request."""
+        seconds = {arm: sum(o.seconds for o in outcomes) for arm, outcomes in self._of_kind(kind).items()}
+        return {arm: seconds[PLAIN] / spent for arm, spent in seconds.items()}
 
     @property
     def kinds(self) -> list[str]:
         return list(dict.fromkeys(outcome.kind for outcome in self.outcomes[PLAIN]))
 
+    @property
+    def num_groups(self) -> int:
+        """Conversations, or documents with all their questions: what intervals resample."""
+        return len({outcome.group for outcome in self.outcomes[PLAIN]})
+
     def to_json(self) -> dict[str, Any]:
         return {
             "workload": self.workload,
             "requests": len(self.outcomes[PLAIN]),
+            "groups": self.num_groups,
             "arms": [asdict(summary) for summary in self.summaries()],
-            "kinds": {kind: {s.arm: s.speedup for s in self.summaries(kind)} for kind in self.kinds},
+            "kinds": {kind: self.speedups(kind) for kind in self.kinds},
             "outcomes": {arm: [asdict(o) for o in outcomes] for arm, outcomes in self.outcomes.items()},
         }
+
+    def _of_kind(self, kind: str | None) -> dict[str, list[Outcome]]:
+        return {arm: [o for o in outcomes if kind in (None, o.kind)] for arm, outcomes in self.outcomes.items()}
 
 
 def judge(
@@ -96,16 +114,21 @@ def judge(
     workload: Workload,
     max_new_tokens: int,
     on_request: Callable[[], object] = lambda: None,
+    guard: bool = True,
 ) -> Judgement:
     """Run every arm on every request, greedily, and compare with the arm named "plain".
 
     Each arm keeps its own caches, so that it meets each request with what a server of its kind would hold. The arms
     take turns on each request, in an order that rotates, so that drift of the machine touches all alike. The history
-    of a conversation is plain decoding's, for every arm.
+    of a conversation is plain decoding's, for every arm. `guard` lets policies fall back to plain decoding as they
+    would when deployed; named controllers are baselines and run as they are.
     """
     if PLAIN not in arms:
         raise ValueError(f"the arms {', '.join(arms)} lack {PLAIN!r}, which the others are compared with")
-    engines = {name: decoder.with_empty_caches().with_controller(arm) for name, arm in arms.items()}
+    engines = {
+        name: decoder.with_empty_caches().with_controller(arm, guard=guard and isinstance(arm, Policy))
+        for name, arm in arms.items()
+    }
     _warm_up(engines)
     outcomes: dict[str, list[Outcome]] = {name: [] for name in engines}
     order = list(engines)
@@ -118,7 +141,7 @@ def judge(
             done = {name: engines[name].generate(turn.messages, max_new_tokens) for name in order}
             order = order[1:] + order[:1]
             for name in engines:
-                outcomes[name].append(_outcome(turn.id, turn.kind, done[name], done[PLAIN]))
+                outcomes[name].append(_outcome(turn, done[name], done[PLAIN]))
             dialogue.reply(done[PLAIN].text)
     if not outcomes[PLAIN]:
         raise PromptError(f"no request of {workload.name} fits the model; give shorter prompts")
@@ -141,14 +164,17 @@ def _warm_up(engines: Mapping[str, SpeculativeDecoder]) -> None:
         decoder.generate([3, 4, 5, 3, 4, 5, 3, 4], max_new_tokens=8, salt="warm-up", ignore_eos=True)
 
 
-def _outcome(request: str, kind: str, generation: Generation, plain: Generation) -> Outcome:
+def _outcome(turn: Turn, generation: Generation, plain: Generation) -> Outcome:
     counters = generation.counters
     return Outcome(
-        request=request,
-        kind=kind,
+        request=turn.id,
+        kind=turn.kind,
+        group=turn.group,
         tokens=len(generation.tokens),
         seconds=generation.seconds,
         first_token=generation.time_to_first_token,
+        steps=counters.num_steps,
+        guard_steps=counters.num_guard_steps,
         drafts=counters.num_drafts,
         drafted=counters.num_draft_tokens,
         accepted=counters.num_accepted_tokens,
@@ -166,7 +192,7 @@ def count_mismatches(tokens: list[int], reference: list[int]) -> int:
 def _summary(arm: str, outcomes: list[Outcome], plain: list[Outcome]) -> ArmSummary:
     seconds = np.array([o.seconds for o in outcomes])
     reference = np.array([o.seconds for o in plain])
-    low, high = _interval(reference, seconds)
+    low, high = _interval(reference, seconds, [o.group for o in outcomes])
     tokens, drafts = sum(o.tokens for o in outcomes), sum(o.drafts for o in outcomes)
     accepted, drafted = sum(o.accepted for o in outcomes), sum(o.drafted for o in outcomes)
     return ArmSummary(
@@ -180,12 +206,18 @@ def _summary(arm: str, outcomes: list[Outcome], plain: list[Outcome]) -> ArmSumm
         time_to_first_token=float(np.median([o.first_token for o in outcomes])),
         acceptance_rate=accepted / max(1, drafted),
         mean_acceptance_length=1.0 + accepted / max(1, drafts),
+        guarded=sum(o.guard_steps for o in outcomes) / max(1, sum(o.steps for o in outcomes)),
         mismatched_tokens=sum(o.mismatched for o in outcomes),
     )
 
 
-def _interval(reference: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:
-    """95 % bootstrap interval of the ratio of sums, resampling requests with both arms' times together."""
+def _interval(reference: np.ndarray, seconds: np.ndarray, groups: Sequence[str]) -> tuple[float, float]:
+    """95 % bootstrap interval of the ratio of sums, resampling groups with both arms' times together.
+
+    Requests of one conversation or document are alike, so that they are no independent samples.
+    """
+    _, member = np.unique(np.array(groups), return_inverse=True)
+    reference, seconds = np.bincount(member, reference), np.bincount(member, seconds)
     rng = np.random.default_rng(0)
     chosen = rng.integers(0, len(seconds), (RESAMPLES, len(seconds)))
     ratios = reference[chosen].sum(axis=1) / seconds[chosen].sum(axis=1)

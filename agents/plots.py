@@ -44,7 +44,7 @@ def plot_judgement(judgement: Judgement, path: Path) -> None:
     axes.barh(places, speedups, xerr=[np.maximum(low, 0), np.maximum(high, 0)], height=0.6, capsize=3)
     axes.axvline(1.0, color="black", linewidth=1)
     axes.set_yticks(places, [summary.arm for summary in summaries])
-    axes.set(xlabel="speed-up over plain decoding (95 % interval over requests)")
+    axes.set(xlabel="speed-up over plain decoding (95 % interval over groups of requests)")
     _save(figure, path)
 
 

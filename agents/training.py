@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass, fields
 from io import StringIO
 from pathlib import Path
@@ -15,11 +15,11 @@ from safetensors.numpy import save as save_tensors
 from tqdm import tqdm
 
 from agents.base import Learner
-from engine.errors import PolicyError
-from engine.storage import write_atomically
+from engine.errors import PolicyError, StorageError
+from engine.storage import write_atomically, write_json
 from envs.live import SpeculativeDecodingEnv
 
-STATE_FILE, CURVE_FILE = "learner.safetensors", "curve.csv"
+CONFIG_FILE, STATE_FILE, CURVE_FILE = "config.json", "learner.safetensors", "curve.csv"
 SAVE_EVERY = 500  # steps
 
 
@@ -47,15 +47,28 @@ class CurvePoint:
 
 
 class Training:
-    """A learner on an environment, kept in a folder: `run` goes on where the folder's state ends.
+    """A learner on an environment, kept in a folder: `resume` takes its state up, `run` goes on from there.
+
+    Nothing is written before the run's first step has succeeded.
 
     Attributes:
         curve: one point a request, this run's and the resumed ones'.
+        begun: whether this run has made a step.
     """
 
-    def __init__(self, env: SpeculativeDecodingEnv, learner: Learner, folder: Path, seed: int) -> None:
+    def __init__(
+        self,
+        env: SpeculativeDecodingEnv,
+        learner: Learner,
+        folder: Path,
+        seed: int,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
         self.env, self.learner, self.folder, self._seed = env, learner, folder, seed
+        self._config = dict(config or {})
+        self._resumed = False
         self.steps_done = 0
+        self.begun = False
         self.curve: list[CurvePoint] = []
 
     def resume(self) -> bool:
@@ -68,8 +81,9 @@ class Training:
             self.learner.restore(state)
             self.curve = read_curve(self.folder / CURVE_FILE)
         except (SafetensorError, KeyError, TypeError, ValueError, OSError, csv.Error) as error:
-            raise PolicyError(f"{path} cannot be resumed ({error}); train anew, without --resume") from error
+            raise PolicyError(f"{path} cannot be resumed ({error}); train anew with --overwrite") from error
         self.steps_done = self.curve[-1].step if self.curve else 0
+        self._resumed = True
         return True
 
     def run(self, steps: int, on_point: Callable[[CurvePoint], object] = lambda point: None) -> None:
@@ -86,12 +100,21 @@ class Training:
                     if point.step // SAVE_EVERY > before // SAVE_EVERY:
                         self.save()
         finally:
-            self.save()
+            if self.begun:
+                self.save()
 
     def save(self) -> None:
         tensors = save_tensors(self.learner.state())
         write_atomically(self.folder / STATE_FILE, lambda path: path.write_bytes(tensors))
         write_curve(self.folder / CURVE_FILE, self.curve)
+
+    def _begin(self) -> None:
+        """Make the folder this run's. A run anew takes an old state away, lest it be resumed as its own."""
+        write_json(self.folder / CONFIG_FILE, self._config)
+        self.begun = True
+        if not self._resumed:
+            _remove(self.folder / STATE_FILE)
+        self.save()
 
     def _requests(self, steps: int, bar: tqdm[Any]) -> Iterator[CurvePoint]:
         # A resumed run meets the workload in another order than the one it has already seen.
@@ -103,15 +126,18 @@ class Training:
                 action = self.learner.choose(vector, list(info["action_mask"].astype(bool)))
                 context_vector = vector
                 vector, reward, finished, _, info = self.env.step(action)
-                self.learner.update(context_vector, action, info["drafted"], info["accepted"], -reward)
-                plain_steps += -reward if not info["prefilled"] else 0.0
+                figures = (info["drafted"], info["accepted"], info["tokens"])
+                self.learner.update(context_vector, action, *figures, -reward)
+                plain_steps += -reward if not info["first"] else 0.0
                 self.steps_done += 1
                 bar.update()
+                if not self.begun:
+                    self._begin()
             yield self._point(info, plain_steps)
 
     def _point(self, info: dict[str, object], plain_steps: float) -> CurvePoint:
         generation = self.env.session.result()
-        decoded = sum(len(step.tokens) for step in generation.steps if not step.prefilled)
+        decoded = sum(len(step.tokens) for step in generation.steps if not step.first)
         return CurvePoint(
             step=self.steps_done,
             request=str(info["request"]),
@@ -122,6 +148,13 @@ class Training:
             speedup=round(decoded / plain_steps, 6) if plain_steps else 1.0,
             acceptance_rate=round(generation.counters.acceptance_rate, 6),
         )
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot replace {path}: {error.strerror}; choose another place") from error
 
 
 def write_curve(path: Path, curve: list[CurvePoint]) -> None:

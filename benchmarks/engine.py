@@ -205,7 +205,7 @@ def _llama_cpp(path: str, eos_ids: frozenset[int]) -> dict[str, Arm]:
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
     def arm(**settings: Any) -> Arm:
-        model = Llama(path, n_ctx=4096, verbose=False, n_threads=torch.get_num_threads(), **settings)
+        model: Any = Llama(path, n_ctx=4096, verbose=False, n_threads=torch.get_num_threads(), **settings)
 
         def run(prompt: list[int], max_new_tokens: int) -> tuple[list[int], str]:
             model.reset()

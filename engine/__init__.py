@@ -1,5 +1,6 @@
 """The decoder: a target's own tokens, drafted where drafts pay. Imports neither gymnasium nor stable-baselines3."""
 
+from engine.controllers import BaseController, Controller
 from engine.decoder import Piece, SpeculativeDecoder
 from engine.errors import DraftgateError
 from engine.menu import Action, Menu, default_menu, parse_menu
@@ -10,6 +11,8 @@ from engine.session import Session
 
 __all__ = [
     "Action",
+    "BaseController",
+    "Controller",
     "Counters",
     "DraftgateError",
     "Generation",

@@ -1,4 +1,4 @@
-"""`python -m engine "prompt" --policy DIR`: stream one answer, then one line of statistics."""
+"""`python -m engine "prompt" --policy DIR`: stream one answer to stdout, then one line of statistics to stderr."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Annotated
 import tyro
 
 from engine import command_line
-from engine.decoder import Piece, SpeculativeDecoder
-from engine.errors import PromptError
+from engine.decoder import DEFAULT_CACHE_BYTES, Piece, SpeculativeDecoder
+from engine.errors import PromptError, SettingError
 from engine.policy import load_policy
 from engine.render import LEGEND, Painter
 from engine.results import Generation
@@ -24,16 +24,19 @@ class Options:
     """What to answer; `-` reads it from standard input."""
     policy: str | None = None
     """Folder of an exported policy, for example checkpoints/default."""
-    controller: str = "heuristic"
-    """Who chooses draft lengths where no policy is given: plain, fresh, fixed:K, heuristic, threshold:T."""
-    target: str = "smollm2-135m"
-    """The model: a bundled name, a Hugging Face folder, a .gguf file, or a hub id."""
-    drafter: list[str] = field(default_factory=lambda: ["ngram"])
-    """Who drafts: ngram, ngram:history, model:<name>."""
-    precision: str = "fp32"
-    """fp32, bf16 or fp16."""
+    controller: str | None = None
+    """Who chooses draft lengths where no policy is given: plain, fresh, fixed:K, heuristic (default), threshold:T."""
+    target: str | None = None
+    """The model: a bundled name, a Hugging Face folder, a .gguf file, or a hub id; default: the policy's, else
+    smollm2-135m."""
+    drafter: list[str] = field(default_factory=list)
+    """Who drafts: ngram, ngram:history, model:<name>; default: the policy's, else ngram."""
+    precision: str | None = None
+    """fp32, bf16 or fp16; default: the policy's, else fp32."""
     device: str = "cpu"
     """cpu or cuda."""
+    prefix_cache_mib: int = DEFAULT_CACHE_BYTES >> 20
+    """Memory for cached prefixes, MiB; 0 turns the cache off."""
     max_new_tokens: int = 256
     """New tokens at most."""
     temperature: float = 0.0
@@ -56,13 +59,16 @@ def main(options: Options) -> None:
     prompt = read_standard_input() if options.prompt == "-" else options.prompt
     if not prompt.strip():
         raise PromptError("the prompt is empty; give some text")
+    if options.policy and options.controller:
+        raise SettingError("--policy and --controller exclude each other; give one of them")
     policy = load_policy(options.policy) if options.policy else None
     decoder = SpeculativeDecoder.from_pretrained(
         options.target,
-        drafter=options.drafter,
-        controller=policy or options.controller,
+        drafter=options.drafter or None,
+        controller=policy or options.controller or "heuristic",
         precision=options.precision,
         device=options.device,
+        prefix_cache_bytes=options.prefix_cache_mib << 20,
     )
     as_text = options.raw or not getattr(decoder.target.tokenizer, "chat_template", None)
     pieces = decoder.stream(
@@ -76,7 +82,7 @@ def main(options: Options) -> None:
     )
     painter = Painter(decoder.target.tokenizer, options.stop) if options.color else None
     generation = show(pieces, painter)
-    print(statistics_line(generation, decoder.controller.name))
+    print(statistics_line(generation, decoder.controller.name), file=sys.stderr)
 
 
 def read_standard_input() -> str:
@@ -95,7 +101,7 @@ def show(pieces: Iterator[Piece], painter: Painter | None) -> Generation:
         except StopIteration as end:
             print(painter.finish() if painter else "", flush=True)
             if painter:
-                print(LEGEND)
+                print(LEGEND, file=sys.stderr)
             generation: Generation = end.value
             return generation
         print(painter.paint(piece.record) if painter else piece.text, end="", flush=True)
@@ -104,9 +110,10 @@ def show(pieces: Iterator[Piece], painter: Painter | None) -> Generation:
 def statistics_line(generation: Generation, controller: str) -> str:
     """One line: tokens, speed, first token, drafting, reuse, controller."""
     counters = generation.counters
+    guarded = f"{counters.num_guard_steps} of them by the guard, " if counters.num_guard_steps else ""
     return (
         f"[{len(generation.tokens)} tokens, {generation.tokens_per_second:.1f} tokens/s, "
-        f"first after {generation.time_to_first_token * 1e3:.0f} ms, {counters.num_steps} steps, "
+        f"first after {generation.time_to_first_token * 1e3:.0f} ms, {counters.num_steps} steps, {guarded}"
         f"{counters.num_accepted_tokens}/{counters.num_draft_tokens} drafts accepted, "
         f"{counters.num_cached_tokens}/{counters.num_prompt_tokens} prompt tokens cached, {controller}]"
     )

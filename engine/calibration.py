@@ -6,6 +6,7 @@ import hashlib
 import json
 import sys
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 
 from engine.costs import CostTable, machine_fingerprint
 from engine.drafters.base import Draft, Drafter
+from engine.errors import StorageError
 from engine.runner import Runner
 from engine.sampling import GREEDY
 from engine.storage import cache_folder, write_json
@@ -20,6 +22,8 @@ from engine.verify import verify
 
 CONTEXTS = (128, 768)  # tokens already in the buffer when a step is timed
 ROUNDS = 9
+PREFILLS = 3  # timed at each context
+FORMAT_VERSION = 2  # of the files kept
 
 
 def cached_costs(
@@ -27,18 +31,22 @@ def cached_costs(
 ) -> CostTable:
     """The cost table of an engine on this machine, from the cache folder, or measured now and kept there.
 
-    `engine` names what the costs depend on besides the machine: the target and its precision.
+    `engine` names in one line what the costs depend on besides the machine: the target, its precision, the drafters.
+    A table that cannot be kept is used all the same, with a warning.
     """
     machine = machine_fingerprint(device)
-    key = json.dumps([engine, machine, sorted(drafters), sorted(set(lengths))])
+    key = json.dumps([FORMAT_VERSION, engine, machine, sorted(drafters), sorted(set(lengths)), CONTEXTS, ROUNDS])
     path = cache_folder() / "costs" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
     try:
         return CostTable.from_json(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass  # never measured, damaged, or by a version that wrote another form
     print("draftgate: calibrating costs on this machine", file=sys.stderr, flush=True)
-    costs = calibrate(runner, drafters, lengths, machine=machine)
-    write_json(path, costs.to_json())
+    costs = calibrate(runner, drafters, lengths, machine=machine, engine=engine)
+    try:
+        write_json(path, costs.to_json())
+    except StorageError as error:
+        warnings.warn(f"the measured costs are not kept and will be measured again ({error})", stacklevel=2)
     return costs
 
 
@@ -49,6 +57,7 @@ def calibrate(
     contexts: Sequence[int] = CONTEXTS,
     rounds: int = ROUNDS,
     machine: str = "",
+    engine: str = "",
 ) -> CostTable:
     """Measure the cost table of a runner and its drafters, in seconds of work.
 
@@ -72,6 +81,7 @@ def calibrate(
         draft={name: _time_draft(runner, drafter, max(options), rounds) for name, drafter in drafters.items()},
         prefill=float(np.median(prefill)),
         machine=machine or machine_fingerprint(),
+        engine=engine,
     )
 
 
@@ -81,11 +91,12 @@ def _time_context(
     """Seconds of each option at one context (`[rounds]` each), and of the prefill that led there."""
     prompt = calibration_tokens(runner.vocab_size, context + max(options) + 1)
     buffer = runner.new_buffer()
-    runner.forward(prompt[:2], buffer, 1)
-    buffer.truncate(0)
-    started = _now(runner)
-    runner.forward(prompt[:context], buffer, 1)
-    prefill = _now(runner) - started
+    prefills = []
+    for _ in range(1 + PREFILLS):
+        buffer.truncate(0)
+        started = _now(runner)
+        runner.forward(prompt[:context], buffer, 1)
+        prefills.append(_now(runner) - started)
     generator = torch.Generator()
     times: dict[int, list[float]] = {k: [] for k in options}
     for turn in range(rounds + 1):
@@ -97,7 +108,7 @@ def _time_context(
             if turn > 0:  # the first turn warms up
                 times[k].append(_now(runner) - started)
             buffer.truncate(context)
-    return {k: np.array(seconds) for k, seconds in times.items()}, prefill
+    return {k: np.array(seconds) for k, seconds in times.items()}, float(np.median(prefills[1:]))  # the first warms up
 
 
 def _time_draft(runner: Runner, drafter: Drafter, k: int, rounds: int) -> float:

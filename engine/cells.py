@@ -42,16 +42,6 @@ class Cells:
             cell = cell * (len(edges) + 1) + sum(value >= edge for edge in edges)
         return cell
 
-    def describe(self, cell: int) -> str:
-        """The cell in words, for tables: `match_length 2..3, acceptance_short 0.5..`."""
-        parts = []
-        for name, edges in reversed(self.features):
-            cell, bucket = divmod(cell, len(edges) + 1)
-            low = f"{edges[bucket - 1]:g}" if bucket else ""
-            high = f"<{edges[bucket]:g}" if bucket < len(edges) else ""
-            parts.append(f"{name.rpartition('.')[2]} {low}..{high}")
-        return ", ".join(reversed(parts))
-
     def to_json(self) -> list[dict[str, Any]]:
         return [{"feature": name, "edges": list(edges)} for name, edges in self.features]
 

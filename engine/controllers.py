@@ -1,13 +1,13 @@
 """Who chooses the next menu entry. Every baseline, bandit and policy is a controller.
 
-A controller of one's own needs `choose`; the other members have defaults in `BaseController`.
+A controller of one's own needs `choose`; an engine fills in the other members, or `BaseController` does.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine.errors import ControllerError, MenuError
 from engine.menu import Menu
@@ -26,7 +26,9 @@ class Controller(Protocol):
     """
 
     name: str
-    needs_observation: bool
+
+    @property
+    def needs_observation(self) -> bool: ...
 
     @property
     def min_confidence(self) -> float: ...
@@ -49,6 +51,45 @@ class BaseController:
 
     def observe(self, record: StepRecord) -> None:
         return None
+
+
+class Foreign(Protocol):
+    """Any object that chooses: the least that an engine takes as a controller."""
+
+    def choose(self, observation: Any, mask: Sequence[bool]) -> int: ...
+
+
+class ForeignController(BaseController):
+    """A foreign object as a controller: it gets every observation, and what it lacks has the defaults."""
+
+    def __init__(self, inner: Foreign) -> None:
+        self.inner = inner
+        self.name = str(getattr(inner, "name", type(inner).__name__))
+
+    @property
+    def needs_observation(self) -> bool:  # type: ignore[override]
+        return bool(getattr(self.inner, "needs_observation", True))
+
+    @property
+    def min_confidence(self) -> float:  # type: ignore[override]
+        return float(getattr(self.inner, "min_confidence", 0.0))
+
+    def choose(self, observation: Observation | None, mask: Sequence[bool]) -> int:
+        return self.inner.choose(observation, mask)
+
+    def observe(self, record: StepRecord) -> None:
+        if hasattr(self.inner, "observe"):
+            self.inner.observe(record)
+
+
+def completed(controller: Controller | Foreign) -> Controller:
+    """The controller itself where it has all members, else wrapped. Raises `ControllerError` where it cannot choose."""
+    if not callable(getattr(controller, "choose", None)):
+        raise ControllerError(f"{type(controller).__name__} is no controller; give a name, a policy, or define choose")
+    members = ("name", "needs_observation", "min_confidence", "observe")
+    if all(hasattr(controller, member) for member in members):
+        return controller  # type: ignore[return-value]
+    return ForeignController(controller)
 
 
 class FixedController(BaseController):

@@ -24,6 +24,7 @@ class CostTable:
         draft: drafter -> seconds of one drafted token.
         prefill: seconds of one prompt token.
         machine: what it was measured on.
+        engine: what was measured, in one line: the target, its precision and the drafters.
     """
 
     contexts: tuple[int, ...]
@@ -32,6 +33,7 @@ class CostTable:
     draft: Mapping[str, float]
     prefill: float
     machine: str
+    engine: str = ""
 
     def __post_init__(self) -> None:
         seconds = [s for times in self.verify.values() for s in times]
@@ -45,12 +47,19 @@ class CostTable:
             raise ValueError("the spread, draft and prefill times of a cost table must be finite")
 
     def plain_seconds(self, context: int) -> float:
-        """Seconds of a plain step at `context` tokens, interpolated between those measured, constant beyond."""
+        """Seconds of a plain step at `context` tokens, interpolated between those measured; see `verify_seconds`."""
         return self.verify_seconds(0, context)
 
     def verify_seconds(self, k: int, context: int) -> float:
-        """Seconds of a pass over k + 1 rows at `context` tokens. Raises `KeyError` for a k that was not measured."""
-        return float(np.interp(context, self.contexts, self.verify[k]))
+        """Seconds of a pass over k + 1 rows at `context` tokens; beyond the last context measured it grows as between
+        the last two, and never falls. Raises `KeyError` for a k that was not measured."""
+        times = self.verify[k]
+        within = float(np.interp(context, self.contexts, times))
+        beyond = context - self.contexts[-1]
+        if beyond <= 0 or len(times) < 2:
+            return within
+        slope = (times[-1] - times[-2]) / (self.contexts[-1] - self.contexts[-2])
+        return within + max(0.0, slope) * beyond
 
     def verify_ratio(self, k: int) -> float:
         """v(k): a verify pass over a plain step, mean over the contexts; NaN-free, 1 for k = 0."""
@@ -86,6 +95,7 @@ class CostTable:
             draft={str(name): float(s) for name, s in document["draft"].items()},
             prefill=float(document["prefill"]),
             machine=str(document["machine"]),
+            engine=str(document["engine"]),
         )
 
 

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from engine.assembly import (
+    Drafters,
+    check_cache_bytes,
+    engine_line,
+    list_drafters,
+    plan_drafters,
+    settle_menu,
+)
 from engine.calibration import cached_costs
-from engine.controllers import Controller, make_controller
+from engine.controllers import Controller, FixedController, Foreign, completed, make_controller
 from engine.costs import CostTable, machine_fingerprint
-from engine.drafters import Drafter
-from engine.drafters.factory import emptied, plan_drafter
-from engine.errors import DrafterError, PolicyError, SamplingError
+from engine.drafters.factory import emptied
+from engine.errors import PolicyError
 from engine.guard import Guard
-from engine.menu import Menu, default_menu, parse_menu
+from engine.menu import Menu
 from engine.models import LoadedModel, load_model
-from engine.policy import Policy
+from engine.policy import DEFAULT_PRECISION, DEFAULT_TARGET, Policy
 from engine.prefix_cache import PrefixCache
 from engine.prompts import Prompt, encode_prompt
 from engine.request import Request, check_request
@@ -27,8 +33,6 @@ from engine.sampling import Sampling
 from engine.session import Parts, Session
 
 DEFAULT_CACHE_BYTES = 256 << 20
-# Physical memory: a budget beyond it could never be allocated.
-MOST_CACHE_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 1 << 40
 
 
 @dataclass(frozen=True)
@@ -55,11 +59,11 @@ class SpeculativeDecoder:
     @classmethod
     def from_pretrained(
         cls,
-        target: str = "smollm2-135m",
-        drafter: str | Drafter | Sequence[str | Drafter] = "ngram",
-        controller: str | Controller | Policy = "heuristic",
+        target: str | None = None,
+        drafter: Drafters | None = None,
+        controller: str | Controller | Foreign | Policy = "heuristic",
         menu: Menu | str | None = None,
-        precision: str = "fp32",
+        precision: str | None = None,
         device: str = "cpu",
         prefix_cache_bytes: int = DEFAULT_CACHE_BYTES,
         guard: bool = True,
@@ -67,34 +71,39 @@ class SpeculativeDecoder:
         """Load a target with its drafters and a controller.
 
         Args:
-            target: a bundled name, a Hugging Face folder, a GGUF file, or a hub id.
-            drafter: `ngram`, `ngram:history`, `model:<name>`, an object, or several of these.
+            target: a bundled name, a Hugging Face folder, a GGUF file, or a hub id; default: the policy's, else
+                smollm2-135m.
+            drafter: `ngram`, `ngram:history`, `model:<name>`, an object, or several of these; default: the policy's,
+                else ngram.
             controller: a name (`plain`, `fresh`, `fixed:K`, `heuristic`, `threshold:T`), a policy from `load_policy`,
                 or an object with `choose`.
             menu: the actions; default: the policy's own, else fresh/0, reuse/0 and reuse/1, 2, 3, 4, 6, 8.
-            precision: fp32, bf16 or fp16.
+            precision: fp32, bf16 or fp16; default: the policy's, else fp32.
             device: cpu or cuda.
             prefix_cache_bytes: budget for cached prefixes of the target and of model drafters together; 0 turns it off.
-            guard: let a policy fall back to plain decoding where it turns out slower. The costs that it needs are
-                calibrated in seconds and kept, unless the policy was trained on this machine.
+            guard: let a controller fall back to plain decoding where it turns out slower; plain, fresh and fixed:K,
+                which are asked for as references, run as they are. The costs that it needs are calibrated in seconds
+                and kept, unless a policy brings those of this engine on this machine.
 
         Raises:
             DraftgateError: a subclass that names the cause and the mend.
         """
-        if not 0 <= prefix_cache_bytes <= MOST_CACHE_BYTES:
-            raise SamplingError(
-                f"prefix_cache_bytes is {prefix_cache_bytes}; give 0 (no cache) to {MOST_CACHE_BYTES}, all memory here"
-            )
+        check_cache_bytes(prefix_cache_bytes)
+        policy = controller if isinstance(controller, Policy) else None
+        if target is None:
+            target = policy.target if policy else DEFAULT_TARGET
+        if precision is None:
+            precision = policy.precision if policy else DEFAULT_PRECISION
         loaded = load_model(target, precision, device)
-        plans = [plan_drafter(one, loaded) for one in _listed(drafter)]
+        plans = plan_drafters(list_drafters(drafter, controller), loaded)
         token_bytes = kv_bytes_per_token(loaded.runner)
-        capacity = prefix_cache_bytes // (token_bytes + sum(plan.kv_bytes_per_token for plan in plans))
-        drafters = {plan.name: plan.build(capacity * plan.kv_bytes_per_token) for plan in plans}
+        capacity = prefix_cache_bytes // (token_bytes + sum(plan.kv_bytes_per_token for plan in plans.values()))
+        drafters = {name: plan.build(capacity * plan.kv_bytes_per_token) for name, plan in plans.items()}
         parts = Parts(
             runner=loaded.runner,
             tokenizer=loaded.tokenizer,
             eos_ids=loaded.eos_ids,
-            menu=_menu(menu, controller, tuple(drafters)),
+            menu=settle_menu(menu, controller, drafters),
             drafters=drafters,
             prefix_cache=PrefixCache(capacity * token_bytes, token_bytes),
         )
@@ -168,14 +177,18 @@ class SpeculativeDecoder:
 
     # -- the same engine otherwise ------------------------------------------------------------------------------
 
-    def with_controller(self, controller: str | Controller | Policy, guard: bool = True) -> SpeculativeDecoder:
-        """This engine under another controller, with the same caches. A policy must know this engine's menu."""
-        menu = self.parts.menu
-        if isinstance(controller, str):
-            controller = make_controller(controller, menu)
-        if isinstance(controller, Policy):
-            controller = self._policy_controller(controller, guard)
-        return SpeculativeDecoder(self.parts, controller, self.target)
+    def with_controller(
+        self, controller: str | Controller | Foreign | Policy, guard: bool = True
+    ) -> SpeculativeDecoder:
+        """This engine under another controller, with the same caches; `guard` as in `from_pretrained`.
+
+        A policy must know this engine's menu. A controller that keeps a state, as `heuristic` and the guard do, is one
+        for all requests of an engine: sessions that are interleaved share it.
+        """
+        made, costs = self._controller(controller)
+        if guard and not isinstance(made, FixedController | Guard):
+            made = Guard(made, self.parts.menu, costs or self.costs())
+        return SpeculativeDecoder(self.parts, made, self.target)
 
     def with_empty_caches(self) -> SpeculativeDecoder:
         """This engine with prefix caches and drafter histories of its own, of the same budget; weights are shared."""
@@ -185,9 +198,9 @@ class SpeculativeDecoder:
 
     def costs(self) -> CostTable:
         """The calibrated costs of this engine on this machine: measured in seconds, then kept in the cache folder."""
-        parts, target = self.parts, self.target
-        engine = f"{target.name} {target.precision}"
-        return cached_costs(engine, parts.runner, parts.drafters, parts.menu.lengths, target.device)
+        parts = self.parts
+        engine = engine_line(self.target, parts.drafters)
+        return cached_costs(engine, parts.runner, parts.drafters, parts.menu.lengths, self.target.device)
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
@@ -206,36 +219,24 @@ class SpeculativeDecoder:
         finally:
             session.close()
 
-    def _policy_controller(self, policy: Policy, guard: bool) -> Controller:
+    def _controller(self, controller: str | Controller | Foreign | Policy) -> tuple[Controller, CostTable | None]:
+        """The controller itself, and the costs of this engine where it needed them."""
         menu = self.parts.menu
-        if policy.menu != menu:
-            raise PolicyError(f"the policy was made for menu {policy.menu}, the engine has {menu}; use the policy's")
-        here = policy.costs.machine == machine_fingerprint(self.target.device)
-        costs = policy.costs if here else self.costs()
-        controller = policy.controller(costs)
-        return Guard(controller, menu, costs) if guard else controller
+        if isinstance(controller, str):
+            return make_controller(controller, menu), None
+        if not isinstance(controller, Policy):
+            return completed(controller), None
+        if controller.menu != menu:
+            raise PolicyError(
+                f"the policy was made for menu {controller.menu}, the engine has {menu}; use the policy's"
+            )
+        costs = controller.costs if self._are_ours(controller.costs) else self.costs()
+        return controller.controller(costs), costs
+
+    def _are_ours(self, costs: CostTable) -> bool:
+        here = machine_fingerprint(self.target.device), engine_line(self.target, self.parts.drafters)
+        return (costs.machine, costs.engine) == here
 
 
 def _guard_steps(controller: Controller) -> int:
     return controller.plain_steps if isinstance(controller, Guard) else 0
-
-
-def _listed(drafter: str | Drafter | Sequence[str | Drafter]) -> list[str | Drafter]:
-    if isinstance(drafter, Sequence) and not isinstance(drafter, str):
-        return list(drafter)
-    return [drafter]
-
-
-def _menu(menu: Menu | str | None, controller: object, drafters: tuple[str, ...]) -> Menu:
-    """The menu that was given, else the policy's, else the default one for these drafters."""
-    if isinstance(menu, str):
-        return parse_menu(menu, drafters)
-    if menu is None and isinstance(controller, Policy):
-        missing = [name for name in controller.menu.drafters if name not in drafters]
-        if missing:
-            raise PolicyError(f"the policy uses drafters that the engine lacks: {', '.join(missing)}; add them")
-        return controller.menu
-    missing = [name for name in menu.drafters if name not in drafters] if menu else []
-    if missing:
-        raise DrafterError(f"the menu uses drafters that the engine lacks: {', '.join(missing)}; add them")
-    return menu or default_menu(drafters)

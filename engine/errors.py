@@ -34,6 +34,10 @@ class SamplingError(DraftgateError, ValueError):
     """A sampling or length setting out of its range."""
 
 
+class SettingError(DraftgateError, ValueError):
+    """A setting of an engine or a command out of its range, or two that exclude each other."""
+
+
 class MenuError(DraftgateError, ValueError):
     """A menu entry that cannot be read, or an action that the menu does not hold or masks now."""
 

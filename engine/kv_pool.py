@@ -42,11 +42,6 @@ class Rows(NamedTuple):
         return f"{self.heads}x{self.dim} {str(self.dtype).removeprefix('torch.')} on {self.device}"
 
 
-def bytes_per_token(buffer: TokenBuffer) -> int:
-    """Bytes that one token takes over all layers of a buffer that has seen a forward pass."""
-    return sum(rows.nbytes for rows in _layout(buffer))
-
-
 class KVPool:
     """KV of `capacity` tokens in at most `capacity * bytes_per_token` bytes, allocated when first needed."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +22,6 @@ from engine.errors import (
     first_line,
 )
 from engine.gguf import BUNDLED, bundled_file, converted_folder
-from engine.int8_models import int8_runner
 from engine.kernels.packed import can_pack, pack_linears
 from engine.runner import HFRunner, Runner
 
@@ -38,6 +38,7 @@ class LoadedModel:
     runner: Runner
     tokenizer: Any
     eos_ids: frozenset[int]
+    digest: str
 
 
 def load_model(name: str, precision: str = "fp32", device: str = "cpu", packed: bool = True) -> LoadedModel:
@@ -58,12 +59,28 @@ def load_model(name: str, precision: str = "fp32", device: str = "cpu", packed: 
     def load(folder: str) -> LoadedModel:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         if precision == "int8":
+            from engine.int8_models import int8_runner  # brings numba, which takes a second to import
+
             runner, generation = int8_runner(folder)
         else:
             runner, generation = _plain_runner(folder, DTYPES[precision], device, packed)
-        return LoadedModel(name, precision, device, runner, tokenizer, _eos_ids(generation, tokenizer))
+        eos_ids = _eos_ids(generation, tokenizer)
+        return LoadedModel(name, precision, device, runner, tokenizer, eos_ids, model_digest(name, folder))
 
     return _read(name, load)
+
+
+def model_digest(name: str, folder: str) -> str:
+    """16 hex digits that tell models apart whose costs differ: of config.json and the names and sizes of the weight
+    files in `folder`; of the name where that is a hub id."""
+    path, digest = Path(folder), hashlib.sha256()
+    if not path.is_dir():
+        return hashlib.sha256(name.encode()).hexdigest()[:16]
+    digest.update((path / "config.json").read_bytes())
+    for file in sorted(path.iterdir()):
+        if file.suffix in {".safetensors", ".bin"}:
+            digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+    return digest.hexdigest()[:16]
 
 
 def check_same_tokenizer(target: LoadedModel, drafter: LoadedModel) -> None:

@@ -1,5 +1,5 @@
-"""What is known before an action is chosen. The live environment, the replay and the deployed controller all read it
-from here, so that a policy sees in deployment what it saw in training."""
+"""What is known before an action is chosen. The live environment and the deployed controller both read it from
+here, so that a policy sees in deployment what it saw in training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.costs import CostTable
 from engine.drafters.base import Signal
 from engine.menu import Menu
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 # name, unit, highest value: every feature lies between 0 and it.
 _REQUEST_FEATURES = (
@@ -22,7 +22,7 @@ _REQUEST_FEATURES = (
     ("context", "log2(1 + tokens so far)", 24.0),
     ("generated", "log2(1 + tokens generated)", 24.0),
     ("left", "log2(1 + tokens left to generate)", 24.0),
-    ("last_k", "tokens drafted in the last step", 64.0),
+    ("last_drafted", "tokens drafted in the last step", 64.0),
     ("last_accepted", "drafted tokens accepted in the last step", 64.0),
     ("acceptance_short", "accepted over drafted, moving average over about 3 drafts", 1.0),
     ("acceptance_long", "accepted over drafted, moving average over about 20 drafts", 1.0),
@@ -47,7 +47,7 @@ class Observation:
     context: int
     generated: int
     left: int
-    last_k: int
+    last_drafted: int
     last_accepted: int
     acceptance_short: float
     acceptance_long: float
@@ -93,7 +93,7 @@ class ObservationSchema:
             _log2(o.context),
             _log2(o.generated),
             _log2(o.left),
-            o.last_k,
+            o.last_drafted,
             o.last_accepted,
             o.acceptance_short,
             o.acceptance_long,

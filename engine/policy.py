@@ -26,7 +26,8 @@ from engine.observation import SCHEMA_VERSION, Observation, ObservationSchema
 from engine.policy_heads import HEADS, Head
 from engine.storage import write_atomically, write_json
 
-FORMAT, FORMAT_VERSION = "draftgate-policy", 1
+FORMAT, FORMAT_VERSION = "draftgate-policy", 2
+DEFAULT_TARGET, DEFAULT_PRECISION = "smollm2-135m", "fp32"
 JSON_FILE, TENSOR_FILE = "policy.json", "policy.safetensors"
 
 
@@ -39,13 +40,17 @@ class Policy:
         menu: the actions that it chooses among, by index.
         head: maps an observation vector and a mask to an action.
         costs: the cost table of the machine that it was trained on.
-        provenance: target, precision, versions, command, git commit; told by cards, never acted on.
+        target: the model that it was trained with, as `load_model` takes it.
+        precision: fp32, bf16 or fp16.
+        provenance: versions, command, git commit; told by cards, never acted on.
     """
 
     name: str
     menu: Menu
     head: Head
     costs: CostTable
+    target: str = DEFAULT_TARGET
+    precision: str = DEFAULT_PRECISION
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def decide(self, vector: np.ndarray, mask: Sequence[bool]) -> int:
@@ -67,6 +72,8 @@ class Policy:
             "name": self.name,
             "menu": str(self.menu),
             "drafters": list(self.menu.drafters),
+            "target": self.target,
+            "precision": self.precision,
             "schema": {"version": SCHEMA_VERSION, "names": schema.names, "units": schema.units},
             "head": {"kind": self.head.kind, **self.head.settings()},
             "costs": self.costs.to_json(),
@@ -115,7 +122,15 @@ def load_policy(folder: str | Path) -> Policy:
         costs = CostTable.from_json(document["costs"])
         if not costs.covers(menu.lengths, menu.drafters):
             raise ValueError("its costs do not cover its menu")
-        policy = Policy(str(document["name"]), menu, head, costs, dict(document["provenance"]))
+        policy = Policy(
+            name=_text(document, "name"),
+            menu=menu,
+            head=head,
+            costs=costs,
+            target=_text(document, "target"),
+            precision=_text(document, "precision"),
+            provenance=dict(document["provenance"]),
+        )
     except PolicyError:
         raise
     except DraftgateError as error:
@@ -126,6 +141,12 @@ def load_policy(folder: str | Path) -> Policy:
     if document.get("sha256") != _digest(document):
         raise PolicyError(f"{folder / JSON_FILE} was altered since its export; export it again")
     return policy
+
+
+def _text(document: Mapping[str, Any], name: str) -> str:
+    if not isinstance(document[name], str):
+        raise TypeError(f"{name} is {document[name]!r}, not text")
+    return str(document[name])
 
 
 def _digest(document: Mapping[str, Any]) -> str:

@@ -15,16 +15,15 @@ LEGEND = f"{ACCEPTED}accepted draft{RESET}  {TARGET}target's token{RESET}  {REJE
 class Painter:
     """Paints step records as ANSI text, a step at a time; a character is shown once all its tokens are there."""
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), show_rejected: bool = True) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, stop)
-        self._show_rejected = show_rejected
 
     def paint(self, record: StepRecord) -> str:
         """The step's committed text, and what was rejected behind it."""
         drafted = self._advance(record.tokens[: record.accepted])
         own = self._advance(record.tokens[record.accepted :])
-        rejected = self._tokenizer.decode(list(record.rejected)) if self._show_rejected else ""
+        rejected = self._tokenizer.decode(list(record.rejected))
         return _colour(ACCEPTED, drafted) + _colour(TARGET, own) + _colour(REJECTED, rejected.replace("\n", "\\n"))
 
     def finish(self) -> str:

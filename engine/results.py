@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 FinishReason = Literal["stop", "length"]
 
@@ -21,10 +21,13 @@ class StepRecord:
         accepted: proposed tokens that were committed.
         tokens: what was committed, in order; the last is the target's own unless the request ended in the draft.
         rejected: proposed tokens that were not committed.
-        prefilled: prompt tokens that this step's pass read besides its k + 1 rows (first step only).
+        prefilled: prompt tokens that this step's pass read besides its k + 1 rows (first step only; 0 where all but
+            the last were cached).
         cached: prompt tokens taken from the prefix cache (first step only).
         seconds_draft, seconds_verify: the drafter's time; the target's pass (with prefill) and verdict.
         seconds_overhead: everything else: choosing, observing, prefix cache, bookkeeping.
+        first: whether this is the request's first step, which also reads the prompt.
+        context: tokens of the request before this step, prompt included.
     """
 
     action: int
@@ -39,6 +42,8 @@ class StepRecord:
     seconds_draft: float
     seconds_verify: float
     seconds_overhead: float
+    first: bool = False
+    context: int = 0
 
     @property
     def seconds(self) -> float:
@@ -69,9 +74,6 @@ class Counters:
         """Tokens a drafting step commits on average: 1 + accepted / drafts."""
         return 1.0 + self.num_accepted_tokens / max(1, self.num_drafts)
 
-    def __add__(self, other: Counters) -> Counters:
-        return Counters(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
-
 
 def count_steps(steps: Sequence[StepRecord]) -> Counters:
     """The counters that follow from step records; prompt tokens and failures are the session's to add."""
@@ -92,7 +94,8 @@ class Generation:
     Attributes:
         tokens: the new token ids, the end-of-sequence token included where it came.
         text: their text without special tokens, cut before a stop string.
-        finish_reason: "stop" (end of sequence or a stop string) or "length" (max_new_tokens or the context limit).
+        finish_reason: "stop" (end of sequence or a stop string) or "length" (max_new_tokens or the context limit);
+            None while the request is under way.
         steps: one record a step.
         counters: totals of this request.
         time_to_first_token: seconds from the request to the end of its first step.
@@ -101,12 +104,11 @@ class Generation:
 
     tokens: list[int]
     text: str
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None
     steps: list[StepRecord]
     counters: Counters
     time_to_first_token: float
     seconds: float
-    extra: dict[str, Any] = field(default_factory=dict)
 
     @property
     def tokens_per_second(self) -> float:

@@ -72,4 +72,17 @@ def seeded_generator(seed: int | None, stream: int = 0) -> torch.Generator:
 
 def draw(probs: Tensor, generator: torch.Generator) -> int:
     """One token id from a distribution `[vocab]` that need not be normalised."""
-    return int(torch.multinomial(probs, 1, generator=generator))
+    return int(torch.multinomial(probs.cpu(), 1, generator=generator))  # generators live on the CPU
+
+
+def certainty(logits: Tensor | None) -> tuple[float, float]:
+    """Top probability and entropy (nats) of the distribution of logits `[vocab]`; zeros where there are none."""
+    if logits is None:
+        return 0.0, 0.0
+    # numpy: torch would wake its thread pool, which then gets in the way of the runner's own threads.
+    shifted = logits.cpu().numpy()
+    shifted = shifted - shifted.max()
+    weights = np.exp(shifted)
+    total = float(weights.sum())
+    mean = float(weights @ np.maximum(shifted, -1e9)) / total
+    return 1.0 / total, float(np.log(total)) - mean

@@ -4,22 +4,23 @@ all call it."""
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
 from engine.drafters.base import Drafter
 from engine.drafting import Drafting
-from engine.errors import MenuError
+from engine.errors import MenuError, first_line
 from engine.menu import Action, Menu
 from engine.observation import Observation
 from engine.prefix_cache import PrefixCache
 from engine.request import Request
 from engine.results import Counters, FinishReason, Generation, StepRecord, count_steps
 from engine.runner import Runner
-from engine.sampling import seeded_generator
+from engine.sampling import certainty, seeded_generator
 from engine.text import Detokenizer
 from engine.verify import verify
 
@@ -39,7 +40,7 @@ class Parts:
 
 
 class Session:
-    """The state of one checked request, driven by `step` until `finished`, then closed.
+    """The state of one checked request, driven by `step` until `finished`, then closed (`with` does that).
 
     The buffer holds every token but the newest, which is the first row of the next pass; drafted rows follow it::
 
@@ -89,7 +90,7 @@ class Session:
 
     def observe(self) -> Observation:
         """What is known before the next step. It mutates nothing."""
-        top_probability, entropy = _certainty(self._newest_logits)
+        top_probability, entropy = certainty(self._newest_logits)
         return Observation(
             prefill_pending=not self.steps,
             prompt_tokens=len(self._request.tokens),
@@ -97,7 +98,7 @@ class Session:
             context=len(self.tokens),
             generated=len(self.tokens) - len(self._request.tokens),
             left=self.left,
-            last_k=self._last_drafting[0],
+            last_drafted=self._last_drafting[0],
             last_accepted=self._last_drafting[1],
             acceptance_short=self._acceptance_short,
             acceptance_long=self._acceptance_long,
@@ -122,7 +123,8 @@ class Session:
         """
         started = time.perf_counter() if started is None else started
         entry = self._entry(action)
-        cached = 0 if self.steps else self._restore(entry.reuse)
+        first, context = not self.steps, len(self.tokens)
+        cached = self._restore(entry.reuse) if first else 0
         before_draft = time.perf_counter()
         draft = self._drafting.propose(entry.drafter, min(entry.k, self.left - 1), min_confidence)
         before_verify = time.perf_counter()
@@ -142,7 +144,7 @@ class Session:
         self._newest_logits = logits[verdict.accepted]
         accepted = min(verdict.accepted, len(committed))
         self._remember(len(draft.tokens), accepted)
-        setup = 0.0 if self.steps else self._setup_seconds
+        setup = self._setup_seconds if first else 0.0
         record = StepRecord(
             action=action,
             k=entry.k,
@@ -156,6 +158,8 @@ class Session:
             seconds_draft=before_verify - before_draft,
             seconds_verify=after_verify - before_verify,
             seconds_overhead=setup + before_draft - started + time.perf_counter() - after_verify,
+            first=first,
+            context=context,
         )
         self.steps.append(record)
         return record
@@ -165,14 +169,27 @@ class Session:
         return self._detokenizer.take()
 
     def close(self) -> None:
-        """End the request: store its verified tokens in the prefix cache, unlock, tell the drafters. Idempotent."""
+        """End the request: unlock, store its verified tokens in the prefix cache, tell the drafters. Idempotent.
+
+        Tokens that cannot be stored, for instance for want of memory, are warned of: the answer is not lost with them.
+        """
         if not self._locked:
             return
         self._locked = False
-        self._parts.prefix_cache.unlock(self._match)
-        held = min(self._buffer.length, len(self.tokens))
-        self._parts.prefix_cache.insert(self.tokens[:held], self._buffer, self._request.salt)
-        self._drafting.close()
+        try:
+            self._parts.prefix_cache.unlock(self._match)
+            held = min(self._buffer.length, len(self.tokens))
+            self._parts.prefix_cache.insert(self.tokens[:held], self._buffer, self._request.salt)
+        except Exception as error:
+            warnings.warn(f"the prefix was not kept ({first_line(error)})", RuntimeWarning, stacklevel=2)
+        finally:
+            self._drafting.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def result(self) -> Generation:
         """The generation so far, with its counters."""
@@ -181,7 +198,7 @@ class Session:
         return Generation(
             tokens=self.generated,
             text=self._detokenizer.text,
-            finish_reason=self.finish_reason or "length",
+            finish_reason=self.finish_reason,
             steps=self.steps,
             counters=self.counters(),
             time_to_first_token=self.steps[0].seconds if self.steps else 0.0,
@@ -231,13 +248,3 @@ class Session:
             rate = accepted / drafted
             self._acceptance_short += SHORT_AVERAGE * (rate - self._acceptance_short)
             self._acceptance_long += LONG_AVERAGE * (rate - self._acceptance_long)
-
-
-def _certainty(logits: Tensor | None) -> tuple[float, float]:
-    """Top probability and entropy (nats) of the distribution `[vocab]` that the newest token came from."""
-    if logits is None:
-        return 0.0, 0.0
-    log_probs = logits.log_softmax(dim=-1)
-    probs = log_probs.exp()
-    entropy = -(probs * log_probs.clamp_min(-1e9)).sum()
-    return float(probs.max()), float(entropy)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,22 +41,34 @@ def verify(logits: Tensor, draft: Draft, sampling: Sampling, generator: torch.Ge
 
 
 def _verify_greedy(logits: Tensor, drafted: list[int]) -> Verdict:
-    best, choices = logits.max(dim=-1)
-    _finite(best)
-    chosen: list[int] = choices.tolist()
+    chosen = _best_tokens(logits)
     accepted = 0
     while accepted < len(drafted) and drafted[accepted] == chosen[accepted]:
         accepted += 1
     return Verdict(accepted, chosen[accepted])
 
 
+def _best_tokens(logits: Tensor) -> list[int]:
+    """The argmax of each row. On the CPU numpy takes it: torch would wake its thread pool, which then gets in the way
+    of the runner's own threads."""
+    if logits.device.type == "cpu":
+        rows = logits.numpy()
+        chosen = rows.argmax(axis=-1)  # the first NaN, where there is one
+        _finite(torch.from_numpy(rows[np.arange(len(rows)), chosen]))
+        return [int(token) for token in chosen]
+    best, choices = logits.max(dim=-1)
+    _finite(best)
+    return [int(token) for token in choices.tolist()]
+
+
 def _verify_sampled(target: Tensor, draft: Draft, generator: torch.Generator) -> Verdict:
     for row, token in enumerate(draft.tokens):
         p, q = target[row], _draft_distribution(draft, row, target)
-        u = torch.rand((), generator=generator, dtype=torch.float64)
-        if u * q[token] >= p[token]:
+        u = float(torch.rand((), generator=generator, dtype=torch.float64))
+        if u * float(q[token]) >= float(p[token]):
             residual = (p - q).clamp_(min=0.0)
-            return Verdict(row, draw(residual, generator))
+            # Nothing is left where q equals p up to rounding.
+            return Verdict(row, draw(residual if residual.sum() > 0.0 else p, generator))
     return Verdict(len(draft.tokens), draw(target[len(draft.tokens)], generator))
 
 
@@ -67,6 +80,8 @@ def _draft_distribution(draft: Draft, row: int, target: Tensor) -> Tensor:
     else:
         shared = min(draft.probs.shape[-1], q.shape[-1])
         q[:shared] = draft.probs[row, :shared]
+        # Half precision sums to 1 only roughly, and part of it may lie outside the shared vocabulary.
+        q /= q.sum().clamp_min(torch.finfo(q.dtype).tiny)
     return q
 
 

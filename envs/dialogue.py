@@ -12,10 +12,14 @@ from envs.workloads import Conversation, Workload
 
 @dataclass(frozen=True)
 class Turn:
-    """One request of a conversation: the messages up to and including a user's, ready for a chat template."""
+    """One request of a conversation: the messages up to and including a user's, ready for a chat template.
+
+    `group` is the conversation's: requests of one group share their history or a document.
+    """
 
     id: str
     kind: str
+    group: str
     messages: list[dict[str, str]]
 
 
@@ -35,8 +39,8 @@ class Dialogue:
             self._history.append(message.as_dict())
             if message.role == "user":
                 self._turns += 1
-                name = f"{self._conversation.id}/{self._turns}"
-                return Turn(name, self._conversation.kind, list(self._history))
+                talk = self._conversation
+                return Turn(f"{talk.id}/{self._turns}", talk.kind, talk.group, list(self._history))
         return None
 
     def reply(self, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
@@ -33,8 +34,10 @@ class SpeculativeDecodingEnv(gym.Env[np.ndarray, np.int64]):
     - Observation: float32 `[features]`, named and bounded by `engine.observation.ObservationSchema`.
     - Reward: minus the step's seconds over the calibrated plain step's, so plain decoding earns about -1 a token.
       Undiscounted, the return is minus the request's time in plain steps.
-    - `info`: `action_mask` (int8), `request` and `kind`; after a step also `seconds` (and `seconds_draft`,
-      `seconds_verify`, `seconds_overhead`) and the `tokens` committed, `drafted` and `accepted`.
+    - `info`: `action_mask` (int8), `request` and `kind`. After a step also its `seconds` with their parts
+      `seconds_draft`, `seconds_verify` and `seconds_overhead` (observing included, as when deployed; the agent's own
+      time is not); how many tokens it committed (`tokens`), `drafted`, `accepted`, `prefilled` and took `cached`;
+      and whether it was the request's `first`.
 
     Time is measured, so the environment is not deterministic. Models load at the first `reset`.
 
@@ -77,7 +80,7 @@ class SpeculativeDecodingEnv(gym.Env[np.ndarray, np.int64]):
         self.action_space = spaces.Discrete(len(self.menu))
         self.observation_space = spaces.Box(np.zeros_like(self.schema.high), self.schema.high, dtype=np.float32)
         self._engine_settings = (target, drafters, str(self.menu), precision, device, prefix_cache_bytes)
-        self._workload = load_workload(workload, split)
+        self.workload = load_workload(workload, split)
         self._max_new_tokens = max_new_tokens
         self._decoder: SpeculativeDecoder | None = None
         self._costs: CostTable | None = None
@@ -85,23 +88,19 @@ class SpeculativeDecodingEnv(gym.Env[np.ndarray, np.int64]):
         self._dialogue: Dialogue | None = None
         self._turn: Turn | None = None
         self._session: Session | None = None
+        self._observe_seconds = 0.0  # of the observation that the next action is chosen by
         self._painter: Painter | None = None
         self._painted = ""
 
     @property
     def decoder(self) -> SpeculativeDecoder:
         """The engine, loaded and calibrated at its first use."""
-        if self._decoder is None:
-            self._decoder = engine(*self._engine_settings)
-            self.schema = ObservationSchema(self.menu, self.costs)
-        return self._decoder
+        return self._load()[0]
 
     @property
     def costs(self) -> CostTable:
         """The calibrated costs that rewards and observations refer to."""
-        if self._costs is None:
-            self._costs = self.decoder.costs()
-        return self._costs
+        return self._load()[1]
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -116,7 +115,7 @@ class SpeculativeDecodingEnv(gym.Env[np.ndarray, np.int64]):
         decoder = self.decoder
         if seed is not None or self._dialogues is None:
             self._decoder = decoder = decoder.with_empty_caches()
-            self._dialogues, self._dialogue = endless(self._workload, self.np_random), None
+            self._dialogues, self._dialogue = endless(self.workload, self.np_random), None
         self._session = self._next_session(decoder)
         self._painter, self._painted = Painter(decoder.target.tokenizer), ""
         return self._observe(), self._info()
@@ -126,12 +125,12 @@ class SpeculativeDecodingEnv(gym.Env[np.ndarray, np.int64]):
         session = self.session
         if session.finished:
             raise gym.error.ResetNeeded("the request has finished; call reset() first")
-        context = len(session.tokens)
-        record = session.step(self.menu.allowed(int(action), session.mask()))
+        started = time.perf_counter() - self._observe_seconds
+        record = session.step(self.menu.allowed(int(action), session.mask()), started=started)
         if self.render_mode == "ansi" and self._painter:
             self._painted += self._painter.paint(record)
             self._painted += self._painter.finish() if session.finished else ""
-        reward = -record.seconds / self.costs.plain_seconds(context)
+        reward = -record.seconds / self.costs.plain_seconds(record.context)
         return self._observe(), reward, session.finished, False, self._info() | _step_info(record)
 
     @property
@@ -154,9 +153,18 @@ class SpeculativeDecodingEnv(gym.Env[np.ndarray, np.int64]):
         self._close_session()
         self._decoder = None
 
+    def _load(self) -> tuple[SpeculativeDecoder, CostTable]:
+        """The engine and its costs. A calibration that fails or is interrupted leaves nothing half done behind."""
+        if self._decoder is None or self._costs is None:
+            decoder = self._decoder or engine(*self._engine_settings)
+            costs = self._costs or decoder.costs()
+            self.schema = ObservationSchema(self.menu, costs)
+            self._decoder, self._costs = decoder, costs
+        return self._decoder, self._costs
+
     def _next_session(self, decoder: SpeculativeDecoder) -> Session:
         refused: PromptError | None = None
-        for _ in range(self._workload.num_requests):
+        for _ in range(self.workload.num_requests):
             self._turn = self._next_turn()
             try:
                 return decoder.session(self._turn.messages, self._max_new_tokens)
@@ -185,7 +193,10 @@ class SpeculativeDecodingEnv(gym.Env[np.ndarray, np.int64]):
         self._session = None
 
     def _observe(self) -> np.ndarray:
-        return self.schema.vector(self.session.observe())
+        started = time.perf_counter()
+        vector = self.schema.vector(self.session.observe())
+        self._observe_seconds = time.perf_counter() - started
+        return vector
 
     def _info(self) -> dict[str, Any]:
         assert self._turn is not None
@@ -207,4 +218,5 @@ def _step_info(record: StepRecord) -> dict[str, Any]:
         "accepted": record.accepted,
         "prefilled": record.prefilled,
         "cached": record.cached,
+        "first": record.first,
     }

@@ -1,13 +1,17 @@
-"""What all tests share: one thread, and tiny models saved once a session."""
+"""What all tests share: one thread, tiny models saved once a session, a cache of one's own, commands run in-process."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tiny_models import load_tiny, save_tiny
 
+from engine import command_line
 from engine.models import LoadedModel
 
 
@@ -32,3 +36,34 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def drafter_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A smaller Llama with the same tokenizer."""
     return save_tiny(tmp_path_factory.mktemp("drafter"), "drafter")
+
+
+@pytest.fixture(scope="module")
+def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What a module's tests calibrate or convert stays here."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DRAFTGATE_CACHE", str(folder))
+        yield folder
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs a command's module in this process with the words that follow its file's name.
+
+    Returns exit code, standard output, standard error.
+    """
+
+    def ran(module: Any, *words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", [Path(module.__file__).name, *map(str, words)])
+        capsys.readouterr()
+        code = 0
+        try:
+            command_line.run(module.Options, module.main, "A command.")
+        except SystemExit as end:
+            code = int(end.code or 0)
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        return code, captured.out, captured.err
+
+    return ran

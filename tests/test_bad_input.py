@@ -26,9 +26,10 @@ from tiny_models import (
 )
 
 from engine import errors
+from engine.assembly import MOST_CACHE_BYTES
 from engine.command_line import run as run_command_line
 from engine.controllers import make_controller
-from engine.decoder import MOST_CACHE_BYTES, SpeculativeDecoder
+from engine.decoder import SpeculativeDecoder
 from engine.drafters import NGramDrafter
 from engine.errors import (
     DrafterError,
@@ -39,10 +40,13 @@ from engine.errors import (
     PolicyError,
     PromptError,
     SamplingError,
+    SettingError,
     WorkloadError,
 )
 from engine.menu import Action, Menu, parse_menu
 from envs.workloads import load_workload
+
+pytestmark = pytest.mark.usefixtures("cache_folder")
 
 PROMPT = list(range(40, 60))
 ROOT = Path(__file__).parent.parent
@@ -90,7 +94,7 @@ def test_unknown_model() -> None:
 def test_cache_budgets_out_of_range() -> None:
     for size in (-1, MOST_CACHE_BYTES + 1, 10**30):
         message = raised(
-            SamplingError, lambda size=size: SpeculativeDecoder.from_pretrained("any", prefix_cache_bytes=size)
+            SettingError, lambda size=size: SpeculativeDecoder.from_pretrained("any", prefix_cache_bytes=size)
         )
         assert message == f"prefix_cache_bytes is {size}; give 0 (no cache) to {MOST_CACHE_BYTES}, all memory here"
 

@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from tiny_models import save_tiny
 import engine.__main__ as engine_line
 import evaluate
 import train
-from engine import command_line
+from engine.assembly import MOST_CACHE_BYTES
 from engine.decoder import SpeculativeDecoder
 from engine.policy import load_policy
 from engine.results import Counters, Generation
@@ -40,21 +42,18 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 class CommandLine:
     """Runs a command line in this process: exit code, standard output, and our own lines on standard error."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self.monkeypatch, self.capsys = monkeypatch, capsys
+    def __init__(self, command: Callable[..., tuple[int, str, str]]) -> None:
+        self.command = command
+        self.err = ""  # of the last run
 
     def __call__(self, name: str, *arguments: object) -> tuple[int, str, list[str]]:
-        module: Any = LINES[name]
-        self.monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
-        self.capsys.readouterr()
-        code = 0
-        try:
-            command_line.run(module.Options, module.main, "")
-        except SystemExit as end:
-            code = int(end.code or 0)
-        out, err = self.capsys.readouterr()
-        assert "Traceback" not in err
-        return code, out, [line for line in err.splitlines() if line.startswith("draftgate: ")]
+        code, out, self.err = self.command(LINES[name], *arguments)
+        return code, out, [line for line in self.err.splitlines() if line.startswith("draftgate: ")]
+
+    @property
+    def statistics(self) -> str:
+        """The last line of the last run's standard error."""
+        return self.err.rstrip("\n").rpartition("\n")[2]
 
     def error(self, name: str, *arguments: object) -> str:
         """The one line of an error; nothing may have come on standard output."""
@@ -65,8 +64,8 @@ class CommandLine:
 
 
 @pytest.fixture
-def line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return CommandLine(monkeypatch, capsys)
+def line(command: Callable[..., tuple[int, str, str]]) -> CommandLine:
+    return CommandLine(command)
 
 
 @pytest.fixture(scope="module")
@@ -85,15 +84,15 @@ def workload(tmp_path: Path) -> Path:
 
 
 def test_an_answer_and_its_statistics(line: CommandLine, target: str) -> None:
-    expected = SpeculativeDecoder.from_pretrained(target).generate([{"role": "user", "content": "the cat"}], 12)
+    decoder = SpeculativeDecoder.from_pretrained(target, controller="plain")
+    expected = decoder.generate([{"role": "user", "content": "the cat"}], 12)
     code, out, errors = line("engine", "the cat", "--target", target, "--max-new-tokens", 12, "--no-color")
-    assert (code, errors) == (0, [])
-    text, _, statistics = out.rstrip("\n").rpartition("\n")
-    assert text == expected.text
+    assert (code, errors) == (0, ["draftgate: calibrating costs on this machine"])
+    assert out == expected.text + "\n"
     assert re.fullmatch(
         r"\[12 tokens, \d+\.\d tokens/s, first after \d+ ms, \d+ steps, \d+/\d+ drafts accepted, "
         rf"0/{expected.counters.num_prompt_tokens} prompt tokens cached, heuristic\]",
-        statistics,
+        line.statistics,
     )
 
 
@@ -102,25 +101,28 @@ def test_raw_text_and_standard_input(line: CommandLine, target: str, monkeypatch
     monkeypatch.setattr(sys, "stdin", io.StringIO("the cat"))
     code, out, _ = line("engine", "-", "--target", target, "--max-new-tokens", 9, "--raw", "--controller", "plain")
     assert code == 0
-    assert out.startswith(expected + "\n[9 tokens, ")
-    assert out.endswith(", plain]\n")
+    assert out == expected + "\n"
+    assert line.statistics.startswith("[9 tokens, ")
+    assert line.statistics.endswith(", plain]")
 
 
 def test_colours_come_with_a_legend_and_the_same_text(line: CommandLine, target: str) -> None:
     plain = line("engine", "the cat", "--target", target, "--max-new-tokens", 12, "--no-color")[1]
     code, out, _ = line("engine", "the cat", "--target", target, "--max-new-tokens", 12, "--color")
     assert code == 0
-    assert "accepted draft" in out
+    assert "accepted draft" in line.err
+    assert "accepted draft" not in out
     kept = re.sub(r"\x1b\[2;9;31m.*?\x1b\[0m", "", out)
-    assert re.sub(r"\x1b\[[0-9;]*m", "", kept).startswith(plain.rpartition("\n[")[0])
+    assert re.sub(r"\x1b\[[0-9;]*m", "", kept) == plain
 
 
 def test_a_policy_answers(line: CommandLine, target: str, tmp_path: Path) -> None:
-    make_policy().save(tmp_path / "p")
-    arguments = ("engine", "the cat", "--target", target, "--max-new-tokens", 9, "--policy", tmp_path / "p")
+    make_policy(target=target).save(tmp_path / "p")
+    arguments = ("engine", "the cat", "--max-new-tokens", 9, "--policy", tmp_path / "p")
     code, out, told = line(*arguments)
     assert (code, told) == (0, ["draftgate: calibrating costs on this machine"])
-    assert out.endswith(", ucb]\n")
+    assert out.endswith("\n")
+    assert line.statistics.endswith(", ucb]")
     assert line(*arguments)[2] == []
 
 
@@ -132,6 +134,8 @@ def test_statistics_of_a_known_generation() -> None:
     assert engine_line.statistics_line(generation, "me") == (
         "[10 tokens, 5.0 tokens/s, first after 250 ms, 7 steps, 3/9 drafts accepted, 5/20 prompt tokens cached, me]"
     )
+    guarded = replace(generation, counters=replace(counters, num_guard_steps=2))
+    assert "7 steps, 2 of them by the guard, 3/9 drafts accepted" in engine_line.statistics_line(guarded, "me")
 
 
 # -- bad input to an answer ---------------------------------------------------------------------------------------
@@ -147,6 +151,14 @@ MENU = "fresh/0,reuse/0,reuse/ngram/1,reuse/ngram/2,reuse/ngram/3,reuse/ngram/4,
         (["x", "--target", "/none"], "no such model file or folder: '/none'; check the path"),
         (["x", "--target", ""], "no such model file or folder: ''; check the path"),
         (["x", "--policy", "/none"], None),
+        (
+            ["x", "--policy", "/none", "--controller", "plain"],
+            "--policy and --controller exclude each other; give one of them",
+        ),
+        (
+            ["x", "--prefix-cache-mib", "-1"],
+            f"prefix_cache_bytes is {-1 << 20}; give 0 (no cache) to {MOST_CACHE_BYTES}, all memory here",
+        ),
         (["x", "--device", "cuda"], "device cuda was asked for, and torch sees no GPU here; use cpu"),
         (["x", "--device", "gpu"], "device 'gpu' is unknown; choose cpu or cuda"),
         (["x", "--precision", "int4"], "precision 'int4' is unknown; choose one of fp32, bf16, fp16, int8"),
@@ -218,7 +230,7 @@ def test_a_damaged_model_and_a_drafter_of_another_tokenizer(line: CommandLine, t
     assert re.fullmatch(r"the model in .* cannot be read \(.*\); fetch it again", told)
 
 
-@pytest.mark.parametrize("text", ["[]", "{", "NaN", '{"format": "draftgate-policy", "version": 1}', "[" * 100_000])
+@pytest.mark.parametrize("text", ["[]", "{", "NaN", '{"format": "draftgate-policy", "version": 2}', "[" * 100_000])
 def test_a_damaged_policy(line: CommandLine, tmp_path: Path, text: str) -> None:
     make_policy().save(tmp_path / "p")
     (tmp_path / "p" / "policy.json").write_text(text)
@@ -318,7 +330,7 @@ def test_train_evaluate_and_resume(line: CommandLine, target: str, workload: Pat
     code, _, _ = line(*training(target, workload, out, "--steps", 40))
     assert code == 0
     policy = load_policy(out)
-    assert policy.provenance["target"] == target
+    assert policy.target == target
     assert policy.provenance["steps"] >= 40
     done = policy.provenance["steps"]
     assert line(*training(target, workload, out, "--steps", done + 20, "--resume"))[0] == 0
@@ -370,7 +382,7 @@ def test_a_state_that_cannot_be_resumed(line: CommandLine, target: str, workload
     for data in (b"", whole[: len(whole) // 2], b"\xff" * 99):
         state.write_bytes(data)
         told = line.error(*training(target, workload, out, "--resume"))
-        assert re.fullmatch(re.escape(str(state)) + r" cannot be resumed \(.*\); train anew, without --resume", told)
+        assert re.fullmatch(re.escape(str(state)) + r" cannot be resumed \(.*\); train anew with --overwrite", told)
     state.write_bytes(whole)
     (out / "curve.csv").write_bytes(b"step,request\n1\n")
     assert " cannot be resumed (" in line.error(*training(target, workload, out, "--resume"))

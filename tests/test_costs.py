@@ -14,19 +14,34 @@ import torch
 from tiny_models import FunctionDrafter, load_tiny, tiny_decoder, tiny_model_drafter
 
 from engine import calibration
+from engine.assembly import engine_line
 from engine.calibration import cached_costs, calibrate, calibration_tokens
+from engine.cells import Cells
+from engine.controllers import FixedController
 from engine.costs import CostTable, machine_fingerprint
 from engine.drafters import NGramDrafter
 from engine.drafters.base import Draft
+from engine.observation import ObservationSchema
+from engine.policy import Policy
+from engine.policy_heads import TableHead
 
-TABLE = CostTable((100, 300), {0: (1.0, 3.0), 4: (1.5, 6.0)}, 0.1, {"a": 0.5}, 0.25, "m")
+TABLE = CostTable((100, 300), {0: (1.0, 3.0), 4: (1.5, 6.0)}, 0.1, {"a": 0.5}, 0.25, "m", "e")
 
 
-def test_seconds_are_interpolated_and_constant_beyond() -> None:
-    assert [TABLE.plain_seconds(c) for c in (0, 100, 150, 200, 300, 10**9)] == [1.0, 1.0, 1.5, 2.0, 3.0, 3.0]
-    assert [TABLE.verify_seconds(4, c) for c in (100, 200, 400)] == [1.5, 3.75, 6.0]
+def test_seconds_are_interpolated_and_grow_on_beyond() -> None:
+    assert [TABLE.plain_seconds(c) for c in (0, 100, 150, 200, 300, 400, 2300)] == [1.0, 1.0, 1.5, 2.0, 3.0, 4.0, 23.0]
+    assert [TABLE.verify_seconds(4, c) for c in (100, 200, 300, 400)] == [1.5, 3.75, 6.0, 8.25]
+    three = CostTable((100, 300, 400), {0: (1.0, 3.0, 3.5)}, 0.1, {}, 0.25, "m")
+    assert three.plain_seconds(600) == 4.5  # the last segment's slope, not the whole table's
     with pytest.raises(KeyError):
         TABLE.verify_seconds(5, 100)
+
+
+def test_seconds_never_fall_beyond_the_last_context() -> None:
+    falling = CostTable((100, 300), {0: (3.0, 1.0)}, 0.1, {}, 0.25, "m")
+    assert [falling.plain_seconds(c) for c in (200, 300, 10**9)] == [2.0, 1.0, 1.0]
+    alone = CostTable((100,), {0: (3.0,)}, 0.1, {}, 0.25, "m")
+    assert [alone.plain_seconds(c) for c in (1, 100, 10**9)] == [3.0] * 3
 
 
 def test_ratios() -> None:
@@ -74,6 +89,7 @@ BROKEN: list[Any] = [
     change(draft=3),
     change(prefill=None),
     change(prefill=-1),
+    {name: value for name, value in TABLE.to_json().items() if name != "engine"},
 ]
 
 
@@ -121,9 +137,9 @@ class Bench:
         return torch.zeros(num_logits, self.vocab_size)
 
     def seconds(self, context: int, rows: int, turn: int) -> float:
-        """0.5 a prefill token; rows * context / 64 a step: the first turn far more, the others in steps of 1/64."""
+        """0.5 a prefill token in the median; rows * context / 64 a step, in steps of 1/64, but for a slow first."""
         if context == 0:
-            return 0.5 * rows
+            return (1e6, 0.5, 9.0, 0.25)[turn] * rows
         return 1e6 if turn == 0 else rows * context / 64 + (turn - 5) / 64
 
     def synchronize(self) -> None:
@@ -140,12 +156,12 @@ class Bench:
 
 def test_known_times_give_known_medians(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch)
-    costs = calibrate(bench, {"d": bench}, [4, 0, 2, 4], contexts=(128, 64), rounds=9, machine="bench")
+    costs = calibrate(bench, {"d": bench}, [4, 0, 2, 4], contexts=(128, 64), rounds=9, machine="bench", engine="tiny")
     assert costs.contexts == (64, 128)
     # Rounds 1 to 9 have their median at 5; the warm-up of 1e6 seconds is not among them.
     assert costs.verify == {0: (1.0, 2.0), 2: (3.0, 6.0), 4: (5.0, 10.0)}
     assert costs.prefill == 0.5
-    assert costs.machine == "bench"
+    assert (costs.machine, costs.engine) == ("bench", "tiny")
     # Plain times over their median: 1 + (t - 5) / 64 and 1 + (t - 5) / 128; half of what the middle half spans.
     relative = np.array([1 + (t - 5) / 64 / m for m in (1, 2) for t in range(1, 10)])
     low, high = np.percentile(relative, [25, 75])
@@ -159,8 +175,8 @@ def test_known_times_give_known_medians(monkeypatch: pytest.MonkeyPatch) -> None
 def test_options_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch)
     calibrate(bench, {}, [4, 2], contexts=(64,), rounds=3)
-    assert bench.passes[:2] == [(0, 2, 1), (0, 64, 1)]
-    assert bench.passes[2:] == [(64, 1, 1), (64, 3, 3), (64, 5, 5)] * 4
+    assert bench.passes[:4] == [(0, 64, 1)] * 4
+    assert bench.passes[4:] == [(64, 1, 1), (64, 3, 3), (64, 5, 5)] * 4
 
 
 def test_drift_of_the_machine_touches_all_options_alike(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,9 +231,9 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str,
     """Counts measurements instead of making them; each gives another prefill time."""
     calls: list[tuple[str, ...]] = []
 
-    def fake(runner: Any, drafters: Any, lengths: Any, machine: str = "") -> CostTable:
+    def fake(runner: Any, drafters: Any, lengths: Any, machine: str = "", engine: str = "") -> CostTable:
         calls.append(tuple(drafters))
-        return replace(TABLE, prefill=float(len(calls)), machine=machine)
+        return replace(TABLE, prefill=float(len(calls)), machine=machine, engine=engine)
 
     monkeypatch.setenv("DRAFTGATE_CACHE", str(tmp_path))
     monkeypatch.setattr(calibration, "calibrate", fake)
@@ -245,9 +261,25 @@ def test_whatever_costs_depend_on_has_a_file_of_its_own(
     cached_costs("e", None, {"a": None, "b": None}, [4])
     cached_costs("e", None, {"b": None, "a": None}, [4])  # as before
     cached_costs("e", None, {"a": None}, [4, 5])
-    monkeypatch.setattr(calibration, "machine_fingerprint", lambda device: "another machine")
-    cached_costs("e", None, {"a": None}, [4])
-    assert len(measured) == len(files(tmp_path)) == 6
+    for name, value in [
+        ("machine_fingerprint", lambda device: "another machine"),
+        ("CONTEXTS", (128, 700)),
+        ("ROUNDS", 5),
+        ("FORMAT_VERSION", 99),
+    ]:
+        monkeypatch.setattr(calibration, name, value)
+        cached_costs("e", None, {"a": None}, [4])
+    assert len(measured) == len(files(tmp_path)) == 9
+
+
+def test_costs_that_cannot_be_kept_are_used_all_the_same(
+    measured: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "costs").write_text("a file where a folder should be")
+    for count in (1, 2):
+        with pytest.warns(UserWarning, match="the measured costs are not kept .*cannot write .*costs"):
+            assert cached_costs("e", None, {"a": None}, [4]).prefill == count
+    assert len(measured) == 2
 
 
 @pytest.mark.parametrize("text", [b"", b"\xff", b"{", b"[" * 100_000, *(json.dumps(d).encode() for d in BROKEN)])
@@ -264,3 +296,43 @@ def test_a_decoder_asks_for_its_own_menu_and_drafters(measured: list[Any]) -> No
     decoder = tiny_decoder(loaded, [NGramDrafter()])
     assert decoder.costs() == decoder.costs()
     assert measured == [("ngram",)]
+
+
+def test_the_engine_line_tells_targets_precisions_and_drafters_apart() -> None:
+    loaded = load_tiny("llama")
+    ngram, model = NGramDrafter(), tiny_model_drafter(loaded)
+    lines = {
+        engine_line(loaded, {}),
+        engine_line(replace(loaded, digest="other"), {}),
+        engine_line(replace(loaded, precision="bf16"), {}),
+        engine_line(loaded, {"ngram": ngram}),
+        engine_line(loaded, {"model": model}),
+        engine_line(loaded, {"model": replace(model, digest="other")}),
+        engine_line(loaded, {"ngram": ngram, "model": model}),
+    }
+    assert len(lines) == 7
+    assert engine_line(loaded, {"ngram": ngram, "model": model}) == engine_line(
+        loaded, {"model": model, "ngram": ngram}
+    )
+    assert engine_line(replace(loaded, name="copy"), {}) == engine_line(loaded, {})
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_policys_costs_serve_only_the_engine_that_they_were_measured_on(measured: list[Any], ours: bool) -> None:
+    """On the same machine, a policy of another target is calibrated anew."""
+    loaded = load_tiny("llama")
+    decoder = tiny_decoder(loaded, [NGramDrafter()], menu="reuse/0,reuse/4")
+    engine = engine_line(loaded if ours else replace(loaded, digest="other"), decoder.parts.drafters)
+    told = CostTable((1,), {0: (1.0,), 4: (2.0,)}, 0.0, {"ngram": 0.5}, 0.5, machine_fingerprint(), engine)
+    used: list[CostTable] = []
+
+    class Spy(Policy):
+        def controller(self, costs: CostTable | None = None) -> Any:
+            used.append(costs or self.costs)
+            return FixedController(self.menu, 4)
+
+    cells = Cells((("context", (5.0,)),), ObservationSchema(decoder.parts.menu).names)
+    head = TableHead(cells, np.zeros((2, 2), dtype=np.float32))
+    decoder.with_controller(Spy("p", decoder.parts.menu, head, told))
+    assert used == [told if ours else decoder.costs()]
+    assert len(measured) == (0 if ours else 1)

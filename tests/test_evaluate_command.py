@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ import pytest
 
 import evaluate
 import train
-from engine import command_line, load_policy
+from engine import load_policy
+from engine.decoder import SpeculativeDecoder
+from engine.guard import Guard
 from engine.menu import parse_menu
+from engine.results import Generation
 
 ROOT = Path(evaluate.__file__).parent
 ROWS = [
@@ -27,13 +31,7 @@ ARMS = ["plain", "fixed:2", "fixed:4", "policy ucb"]
 
 Run = Callable[..., tuple[int, str, str]]
 
-
-@pytest.fixture(scope="module", autouse=True)
-def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Costs that are calibrated here stay here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DRAFTGATE_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
+pytestmark = pytest.mark.usefixtures("cache_folder")  # costs that are calibrated here stay here
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +42,7 @@ def workload(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def policy(cache_folder: None, target_folder: Path, workload: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def policy(cache_folder: Path, target_folder: Path, workload: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("policy")
     train.main(
         train.Options(
@@ -61,20 +59,11 @@ def policy(cache_folder: None, target_folder: Path, workload: Path, tmp_path_fac
 
 
 @pytest.fixture
-def run(policy: Path, workload: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(policy: Path, workload: Path, command: Run) -> Run:
     """Runs the command; returns exit code, standard output, standard error."""
 
     def ran(*arguments: object) -> tuple[int, str, str]:
-        words = ["evaluate.py", "--policy", policy, "--workload", workload, "--max-new-tokens", 8, *arguments]
-        monkeypatch.setattr(sys, "argv", [str(word) for word in words])
-        code = 0
-        capsys.readouterr()
-        try:
-            command_line.run(evaluate.Options, evaluate.main, "Evaluate.")
-        except SystemExit as end:
-            code = int(end.code or 0)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
+        return command(evaluate, "--policy", policy, "--workload", workload, "--max-new-tokens", 8, *arguments)
 
     return ran
 
@@ -97,13 +86,13 @@ def test_it_ends_with_one_json_document(run: Run, policy: Path) -> None:
     assert [arm["mismatched_tokens"] for arm in document["arms"]] == [0] * 4
     assert len({arm["tokens"] for arm in document["arms"]}) == 1
     assert document["arms"][0]["speedup"] == 1.0
-    assert document["requests"] == 3
+    assert (document["requests"], document["groups"], document["guard"]) == (3, 2, True)
     assert set(document["kinds"]) == {"chat", "talk"}
     assert document["workload"] == "small/test"
     assert document["policy"] == str(policy)
     assert document["machine"] == load_policy(policy).costs.machine
     assert "outcomes" not in document
-    assert lines[0] == "3 requests of small/test"
+    assert lines[0].startswith("3 requests of small/test; intervals resample 2 groups ")
     assert [line[:12].rstrip() for line in lines[2:6]] == ARMS
     assert lines[7].split() == ["speed-up", "chat", "talk"]
     assert not any(line.startswith("{") for line in lines[:-1])
@@ -121,6 +110,53 @@ def test_the_whole_judgement_goes_to_a_file(run: Run, tmp_path: Path) -> None:
     assert [o["request"] for o in outcomes["policy ucb"]] == ["c/1", "d/1", "d/2"]
     assert all(o["tokens"] <= 8 for arm in outcomes.values() for o in arm)
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_document_comes_before_the_plot_and_without_it(run: Run, tmp_path: Path) -> None:
+    blocked, target = tmp_path / "file" / "speed.png", tmp_path / "judgement.json"
+    (tmp_path / "file").write_text("not a folder")
+    code, stdout, stderr = run("--requests", 1, "--plot", blocked, "--json", target)
+    assert code == 0
+    assert strict(stdout.splitlines()[-1])["requests"] == 1
+    assert strict(target.read_text(encoding="utf-8"))["requests"] == 1
+    assert f"the plot is left out: cannot write {blocked}: " in stderr.splitlines()[-1]
+
+
+def test_a_file_that_cannot_be_written_takes_only_itself(run: Run, tmp_path: Path) -> None:
+    blocked = tmp_path / "file" / "judgement.json"
+    (tmp_path / "file").write_text("not a folder")
+    code, stdout, stderr = run("--requests", 1, "--json", blocked)
+    assert code == 2
+    assert strict(stdout.splitlines()[-1])["requests"] == 1
+    assert f"draftgate: error: cannot write {blocked}: " in stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("guard", [True, False])
+def test_the_guard_is_an_option(run: Run, monkeypatch: pytest.MonkeyPatch, guard: bool) -> None:
+    guarded: dict[str, bool] = {}
+    original = SpeculativeDecoder.generate
+
+    def generate(self: SpeculativeDecoder, *args: Any, **settings: Any) -> Generation:
+        guarded[self.controller.name] = isinstance(self.controller, Guard)
+        return original(self, *args, **settings)
+
+    monkeypatch.setattr(SpeculativeDecoder, "generate", generate)
+    code, stdout, stderr = run("--requests", 1, "--controller", "heuristic", "--guard" if guard else "--no-guard")
+    assert code == 0, stderr
+    assert strict(stdout.splitlines()[-1])["guard"] == guard
+    names = ("plain", "fixed:2", "fixed:4", "heuristic")
+    assert guarded == {**dict.fromkeys(names, False), "ucb": guard}
+
+
+def test_the_policy_s_engine_is_the_default(policy: Path, target_folder: Path) -> None:
+    loaded = load_policy(policy)
+    options = evaluate.Options(policy=policy, prefix_cache_mib=1)
+    decoder = evaluate.load_decoder(options, loaded)
+    assert decoder.target.precision == loaded.precision == "fp32"
+    assert loaded.target == str(target_folder)
+    assert 0 < decoder.parts.prefix_cache.byte_budget <= 1 << 20
+    other = evaluate.load_decoder(replace(options, precision="bf16"), loaded)
+    assert other.target.precision == "bf16"
 
 
 @pytest.mark.parametrize(
@@ -174,6 +210,8 @@ def test_a_misspelt_option_ends_with_code_2(
         (["--controller", "heuristics"], "did you mean heuristic?"),
         (["--controller", "fixed:3"], "draft length 3 is not in the menu"),
         (["--requests", "-1"], "requests is -1"),
+        (["--seed", "-1"], "a seed from 0"),
+        (["--prefix-cache-mib", "-1"], "give 0 (no cache)"),
         (["--precision", "fp64"], "precision 'fp64' is unknown"),
     ],
 )

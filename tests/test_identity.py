@@ -491,7 +491,8 @@ def test_observing_changes_nothing_and_tells_the_truth() -> None:
         )
         record = session.step(1)
         if not session.finished:
-            assert (session.observe().last_k, session.observe().last_accepted) == (record.drafted, record.accepted)
+            known = session.observe()
+            assert (known.last_drafted, known.last_accepted) == (record.drafted, record.accepted)
     assert session.generated == truth("llama")[:20]
 
 
@@ -567,6 +568,7 @@ def test_actions_that_may_not_be_taken() -> None:
 # -- from a folder ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("cache_folder")
 def test_from_pretrained_on_folders(target_folder: Any, drafter_folder: Any, llama: LoadedModel) -> None:
     decoder = SpeculativeDecoder.from_pretrained(
         str(target_folder), [f"model:{drafter_folder}", "ngram"], "heuristic", prefix_cache_bytes=1 << 20

@@ -12,11 +12,13 @@ from tiny_models import random_tokens, save_tiny, scripted_drafter, tiny_decoder
 
 from engine import SpeculativeDecoder, load_model
 from engine.errors import DeviceError
-from engine.kernels.fused import attend_rows, exp, linear_rows, multiply, normalise_rows
+from engine.kernels.fused import attend_rows, linear_rows, normalise_rows
 from engine.kernels.int8 import aligned, pack, padded
 from engine.kernels.int8 import reference as reference_product
 from engine.kernels.int8_linear import Int8Linear, quantise_linears
 from engine.kernels.madd import MAX_ROWS, MAX_TERMS
+from engine.kernels.products import multiply
+from engine.kernels.rows import exp
 from engine.lean import LeanRunner, can_run_lean
 
 RNG = np.random.default_rng(7)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,9 +21,10 @@ from stable_baselines3.common.env_checker import check_env as check_env_for_sb3
 from stable_baselines3.common.vec_env import DummyVecEnv
 
 import envs
-from engine import Policy
+from engine import Policy, Session, SpeculativeDecoder
+from engine.costs import CostTable
 from engine.errors import MenuError, ModelNotFoundError, PromptError
-from engine.observation import ObservationSchema
+from engine.observation import Observation, ObservationSchema
 from engine.render import ACCEPTED, REJECTED, RESET
 from envs import live
 from envs.live import SpeculativeDecodingEnv
@@ -45,13 +46,7 @@ TEXTS = (("long", "the in " * 400), ("short", "and in"))
 
 MakeEnv = Callable[..., SpeculativeDecodingEnv]
 
-
-@pytest.fixture(scope="module", autouse=True)
-def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Costs that are calibrated here stay here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DRAFTGATE_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
+pytestmark = pytest.mark.usefixtures("cache_folder")  # costs that are calibrated here stay here
 
 
 @pytest.fixture(scope="module")
@@ -370,6 +365,58 @@ def test_the_reward_refers_to_the_plain_step_at_this_context(make: MakeEnv, monk
     assert asked == [prompt, prompt + 1]
 
 
+def test_the_time_of_observing_is_the_step_s_and_the_agent_s_is_not(
+    make: MakeEnv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock of our own: an observation takes 5 s, the agent 1000 s, and nothing else any time."""
+    env = make()
+    env.reset(seed=0)
+    finish(env)
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    original = Session.observe
+
+    def observe(self: Session) -> Observation:
+        now[0] += 5.0
+        return original(self)
+
+    monkeypatch.setattr(Session, "observe", observe)
+    env.reset()
+    for _ in range(4):
+        now[0] += 1000.0
+        _, _, _, _, info = env.step(4)
+        assert (info["seconds"], info["seconds_overhead"]) == (5.0, 5.0)
+
+
+def test_a_calibration_that_fails_is_begun_anew(make: MakeEnv, monkeypatch: pytest.MonkeyPatch) -> None:
+    env = make()
+
+    def interrupted(self: SpeculativeDecoder) -> CostTable:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SpeculativeDecoder, "costs", interrupted)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                env.reset(seed=0)
+    observation, _ = env.reset(seed=0)
+    assert observation[env.schema.index("prefill_cost")] == pytest.approx(env.costs.prefill_ratio)
+
+
+def test_costs_are_taken_once(make: MakeEnv, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where they cannot be kept in a file, so that a second time would calibrate again."""
+    calls: list[None] = []
+    original = SpeculativeDecoder.costs
+    monkeypatch.setattr(SpeculativeDecoder, "costs", lambda self: calls.append(None) or original(self))
+    env = make()
+    costs = env.costs
+    env.reset(seed=0)
+    finish(env)
+    env.reset(seed=1)
+    assert env.costs is costs
+    assert len(calls) == 1
+
+
 def test_infos_are_the_session_s_records(make: MakeEnv) -> None:
     env = make()
     for number in range(4):
@@ -379,6 +426,7 @@ def test_infos_are_the_session_s_records(make: MakeEnv) -> None:
         assert len(infos) == len(steps)
         for info, step in zip(infos, steps, strict=True):
             assert info["tokens"] == len(step.tokens)
+            assert info["first"] == (step is steps[0])
             for name in (
                 "seconds",
                 "seconds_draft",
@@ -388,12 +436,24 @@ def test_infos_are_the_session_s_records(make: MakeEnv) -> None:
                 "accepted",
                 "prefilled",
                 "cached",
+                "first",
             ):
                 assert info[name] == getattr(step, name)
         generation = env.session.result()
         assert sum(info["tokens"] for info in infos) == len(generation.tokens)
         assert sum(info["accepted"] for info in infos) == generation.counters.num_accepted_tokens
         assert {(info["request"], info["kind"]) for info in infos} == {(infos[0]["request"], infos[0]["kind"])}
+
+
+def test_a_first_step_is_told_although_all_of_its_prompt_was_cached(make: MakeEnv, tmp_path: Path) -> None:
+    path = tmp_path / "one.txt"
+    path.write_text("the and in\n", encoding="utf-8")
+    env = make(workload=str(path), split=None)
+    for number in range(2):
+        env.reset(seed=0 if number == 0 else None)
+        infos = finish(env)
+        assert (infos[0]["prefilled"] > 0) == (number == 0)
+        assert [info["first"] for info in infos] == [True, *[False] * (len(infos) - 1)]
 
 
 # -- the order of requests ----------------------------------------------------------------------------------------

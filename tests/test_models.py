@@ -25,6 +25,8 @@ from engine.errors import (
 )
 from engine.models import check_same_tokenizer, load_model
 
+pytestmark = pytest.mark.usefixtures("cache_folder")
+
 PROMPT = list(range(40, 60))
 
 

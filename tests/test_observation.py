@@ -22,7 +22,7 @@ BEFORE = Observation(True, 15, 5, 15, 0, 7, 3, 2, 0.25, 0.75, 0.5, 1.5, {"a": Si
 
 def test_names_and_their_order_are_the_format() -> None:
     """A change here is a new SCHEMA_VERSION: exported policies depend on it."""
-    assert SCHEMA_VERSION == 1
+    assert SCHEMA_VERSION == 2
     assert ObservationSchema(MENU).names == (
         "prefill_pending",
         "prompt_left",
@@ -30,7 +30,7 @@ def test_names_and_their_order_are_the_format() -> None:
         "context",
         "generated",
         "left",
-        "last_k",
+        "last_drafted",
         "last_accepted",
         "acceptance_short",
         "acceptance_long",
@@ -109,14 +109,14 @@ def test_live_observation_tells_what_happened() -> None:
     session = decoder.session(prompt, 20, ignore_eos=True)
     first = session.observe()
     assert (first.prefill_pending, first.prompt_tokens, first.cached_tokens) == (True, 20, 0)
-    assert (first.context, first.generated, first.left, first.last_k, first.last_accepted) == (20, 0, 20, 0, 0)
+    assert (first.context, first.generated, first.left, first.last_drafted, first.last_accepted) == (20, 0, 20, 0, 0)
     assert (first.acceptance_short, first.acceptance_long) == (0.5, 0.5)
     assert (first.target_top_probability, first.target_entropy) == (0.0, 0.0)
     session.step(decoder.parts.menu.find(4))
     second = session.observe()
     assert (second.prefill_pending, second.cached_tokens) == (False, 0)
     assert (second.context, second.generated, second.left) == (24, 4, 16)
-    assert (second.last_k, second.last_accepted) == (4, 3)
+    assert (second.last_drafted, second.last_accepted) == (4, 3)
     assert second.acceptance_short == pytest.approx(0.5 + 0.3 * 0.25)
     assert second.acceptance_long == pytest.approx(0.5 + 0.05 * 0.25)
     model = loaded.runner.model  # type: ignore[attr-defined]
@@ -131,7 +131,7 @@ def test_live_observation_tells_what_happened() -> None:
     assert session.observe() == second
     session.step(decoder.parts.menu.plain)
     third = session.observe()
-    assert (third.last_k, third.last_accepted) == (0, 0)
+    assert (third.last_drafted, third.last_accepted) == (0, 0)
     assert third.acceptance_short == second.acceptance_short
     session.close()
     again = decoder.session(prompt, 20)

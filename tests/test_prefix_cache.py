@@ -19,7 +19,6 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.kv import KVBuffer
-from engine.kv_pool import bytes_per_token
 from engine.prefix_cache import PrefixCache, PrefixMatch
 
 # (kv heads, dim) of keys and values of each layer: no two alike, so that mixing them up cannot go unnoticed.
@@ -508,7 +507,7 @@ def test_a_token_larger_than_declared_is_refused_and_the_budget_kept() -> None:
         cache.insert([1, 2], buffer_of([1, 2]))
     cache.check_integrity()
     assert cache.statistics.stored_tokens == cache._pool.nbytes == 0
-    assert bytes_per_token(buffer_of([1])) == TOKEN_BYTES
+    assert buffer_of([1]).nbytes == TOKEN_BYTES
 
 
 def test_a_cleared_cache_takes_another_model() -> None:
@@ -557,7 +556,7 @@ def test_a_model_goes_on_from_a_restored_prefix_as_from_its_own() -> None:
     model, prompt = LlamaForCausalLM(config), torch.randint(0, 32, (1, 12))
     own, restored = KVBuffer(), KVBuffer()
     model(prompt[:, :9], cache=own)
-    size = bytes_per_token(own)
+    size = own.nbytes // own.length
     cache = PrefixCache(64 * size, size)
     assert cache.insert(prompt[0, :9].tolist(), own) == 9
     cache.restore(cache.match(prompt[0].tolist()), restored)

@@ -371,3 +371,61 @@ def test_greedy_needs_no_seed_and_heeds_none(llama: LoadedModel) -> None:
     prompt = random_tokens(9)
     tokens = {tuple(decoder.generate(prompt, 12, seed=seed).tokens) for seed in (None, 1, 2)}
     assert len(tokens) == 1
+
+
+# -- distributions that are not quite one, and other devices ------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [0.995, 1.0, 1.005])
+@pytest.mark.parametrize("width", [VOCAB - 4, VOCAB, VOCAB + 5])
+def test_a_draft_distribution_that_is_off_by_rounding_is_made_one(scale: float, width: int) -> None:
+    """q = scale * p on the shared vocabulary: as p = q there, every draft is accepted."""
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
+    logits[:, min(width, VOCAB) :] = float("-inf")
+    p = probabilities(logits, Sampling(1.0))
+    probs = torch.nn.functional.pad(p, (0, 9))[:1, :width] * scale
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(500):
+        token = draw(p[0], generator)
+        verdict = engine.verify.verify(logits, Draft([token], [1.0], probs), Sampling(1.0), generator)
+        assert verdict.accepted == 1
+    q = engine.verify._draft_distribution(Draft([0], [1.0], probs), 0, p)
+    torch.testing.assert_close(q, p[0], rtol=1e-12, atol=0.0)
+
+
+def test_mass_beyond_the_shared_vocabulary_is_left_out() -> None:
+    q = engine.verify._draft_distribution(Draft([0], [1.0], torch.tensor([[0.25, 0.25, 0.5]])), 0, torch.ones(1, 2))
+    assert q.tolist() == [0.5, 0.5]
+
+
+def test_where_no_residual_is_left_the_target_decides() -> None:
+    """u = 1 would reject even q = p; then what is drawn comes from p."""
+    p = torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]], dtype=torch.float64)
+    draft = Draft([0], [1.0], torch.tensor([[0.0, 1.0, 0.0]]))  # q and p give token 0 no chance
+    verdict = engine.verify._verify_sampled(p, draft, torch.Generator().manual_seed(0))
+    assert verdict == Verdict(0, 1)
+
+
+def test_a_row_on_another_device_is_drawn_from_on_the_cpu() -> None:
+    """Generators live on the CPU, and torch refuses to mix."""
+    probs = torch.rand(50, generator=torch.Generator().manual_seed(0))
+
+    class Elsewhere:
+        def cpu(self) -> Tensor:
+            return probs
+
+    ours, theirs = (torch.Generator().manual_seed(3) for _ in range(2))
+    assert draw(Elsewhere(), ours) == draw(probs, theirs)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_verification_on_a_gpu_gives_what_it_gives_on_the_cpu() -> None:
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(1))
+    probs = torch.rand(3, VOCAB, generator=torch.Generator().manual_seed(2)).softmax(-1)
+    for seed in range(50):
+        told = set()
+        for device in ("cpu", "cuda"):
+            draft = Draft([1, 2, 3], [1.0] * 3, probs.to(device))
+            generator = torch.Generator().manual_seed(seed)
+            told.add(engine.verify.verify(logits.to(device), draft, Sampling(1.0), generator))
+        assert len(told) == 1

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import runpy
+import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +16,7 @@ from safetensors.numpy import load_file
 
 import train
 from agents.training import STATE_FILE, read_curve
-from engine import command_line, load_policy
+from engine import load_policy
 from envs.live import SpeculativeDecodingEnv
 from envs.workloads import load_workload
 
@@ -29,13 +30,7 @@ ROWS = [
 
 Run = Callable[..., tuple[int, str, str]]
 
-
-@pytest.fixture(scope="module", autouse=True)
-def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Costs that are calibrated here stay here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DRAFTGATE_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
+pytestmark = pytest.mark.usefixtures("cache_folder")  # costs that are calibrated here stay here
 
 
 @pytest.fixture(scope="module")
@@ -51,26 +46,12 @@ def out(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run(
-    target_folder: Path,
-    workload: Path,
-    out: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> Run:
+def run(target_folder: Path, workload: Path, out: Path, command: Run) -> Run:
     """Runs the command with a tiny model; returns exit code, standard output, standard error."""
 
     def ran(*arguments: object) -> tuple[int, str, str]:
         defaults = ["--target", target_folder, "--workload", workload, "--out", out, "--max-new-tokens", 8]
-        words = ["train.py", *defaults, "--steps", 30, "--check-requests", 0, *arguments]
-        monkeypatch.setattr(sys, "argv", [str(word) for word in words])
-        code = 0
-        try:
-            command_line.run(train.Options, train.main, "Train.")
-        except SystemExit as end:
-            code = int(end.code or 0)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
+        return command(train, *defaults, "--steps", 30, "--check-requests", 0, *arguments)
 
     return ran
 
@@ -122,21 +103,25 @@ def test_a_run_leaves_policy_curve_state_and_check(run: Run, out: Path, workload
     config = json.loads((out / "config.json").read_text(encoding="utf-8"))
     assert (config["target"], config["steps"], config["seed"]) == (str(target_folder), 30, 3)
     assert config["out"] == str(out)
+    assert config["menu"].startswith("fresh/0,reuse/0,reuse/ngram/1,")
+    assert config["workload_fingerprint"] == load_workload(str(workload), "train").fingerprint
 
     check = json.loads((out / "check.json").read_text(encoding="utf-8"))
     assert check["requests"] == 3  # all that the validation split holds
     assert [arm["arm"] for arm in check["arms"]] == ["plain", "ucb"]
     assert [arm["mismatched_tokens"] for arm in check["arms"]] == [0, 0]
     assert {o["request"] for o in check["outcomes"]["ucb"]} == {"c/1", "d/1", "d/2"}
-    assert stdout.splitlines()[0] == "3 requests of small/validation"
+    assert stdout.startswith("3 requests of small/validation; intervals resample 2 groups ")
 
 
-def test_the_policy_says_where_it_comes_from(run: Run, out: Path, target_folder: Path) -> None:
+def test_the_policy_says_where_it_comes_from(run: Run, out: Path, target_folder: Path, workload: Path) -> None:
     run("--menu", "fresh/0,reuse/0,reuse/2,reuse/4", "--seed", 2)
     policy = load_policy(out)
     assert (policy.name, str(policy.menu)) == ("ucb", "fresh/0,reuse/0,reuse/ngram/2,reuse/ngram/4")
     told = policy.provenance
-    assert (told["target"], told["precision"], told["agent"], told["seed"]) == (str(target_folder), "fp32", "bandit", 2)
+    assert (policy.target, policy.precision) == (str(target_folder), "fp32")
+    assert (told["agent"], told["seed"], told["workload"]) == ("bandit", 2, str(workload))
+    assert told["workload_fingerprint"] == load_workload(str(workload), "train").fingerprint
     assert told["steps"] == read_curve(out / "curve.csv")[-1].step
     assert told["command"].startswith("python train.py --target ")
     assert {"torch", "transformers", "gymnasium", "numpy"} == set(told["versions"])
@@ -144,7 +129,22 @@ def test_the_policy_says_where_it_comes_from(run: Run, out: Path, target_folder:
     assert told["created"].endswith("Z")
 
 
+def test_the_policy_keeps_its_precision(run: Run, out: Path) -> None:
+    assert run("--precision", "bf16", "--steps", 4)[0] == 0
+    assert load_policy(out).precision == "bf16"
+
+
+def test_the_command_can_be_pasted_into_a_shell(run: Run, out: Path, tmp_path: Path) -> None:
+    odd = tmp_path / "it's here; really"
+    run("--out", odd)
+    words = shlex.split(load_policy(odd).provenance["command"])
+    assert words[:2] == ["python", "train.py"]
+    assert words[-2:] == ["--out", str(odd)]
+
+
 def test_no_check_is_run_where_none_is_asked_for(run: Run, out: Path) -> None:
+    out.mkdir()
+    (out / "check.json").write_text("of the policy before")
     code, stdout, _ = run("--check-requests", 0)
     assert (code, stdout) == (0, "")
     assert not (out / "check.json").exists()
@@ -157,8 +157,37 @@ def test_a_workload_without_held_back_requests_is_refused_before_the_training(
     path.write_text(json.dumps(ROWS[0]) + "\n", encoding="utf-8")
     code, _, stderr = run("--workload", path, "--check-requests", 2)
     assert code == 2
-    assert "the split 'validation'" in stderr
+    assert stderr == (
+        f"draftgate: error: {path}: no validation rows to check the policy on; "
+        'give some rows the field "split": "validation", or skip the check with --check-requests 0\n'
+    )
     assert not out.exists()
+    assert run("--workload", path, "--check-requests", 0)[0] == 0
+
+
+def test_a_workload_that_is_broken_is_not_taken_for_one_without_validation_rows(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "broken.jsonl"
+    path.write_text("{\n", encoding="utf-8")
+    code, _, stderr = run("--workload", path, "--check-requests", 2)
+    assert code == 2
+    assert f"{path}:1: " in stderr
+    assert "validation" not in stderr
+
+
+def test_the_prefix_cache_can_be_turned_off(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    original = train.make_env
+
+    def make_env(options: train.Options) -> SpeculativeDecodingEnv:
+        env = original(options)
+        made.append(env.decoder.parts.prefix_cache.byte_budget)
+        return env
+
+    monkeypatch.setattr(train, "make_env", make_env)
+    run("--prefix-cache-mib", 0)
+    run("--prefix-cache-mib", 1, "--overwrite")
+    assert made[0] == 0
+    assert 0 < made[1] <= 1 << 20
 
 
 # -- resuming and interruption ------------------------------------------------------------------------------------
@@ -176,17 +205,81 @@ def test_resume_goes_on_where_the_state_ends(run: Run, out: Path) -> None:
     assert load_policy(out).provenance["steps"] == curve[-1].step
 
 
-def test_without_resume_a_run_begins_anew(run: Run, out: Path) -> None:
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_state_is_lost_only_where_that_was_asked_for(run: Run, out: Path) -> None:
     run("--steps", 40)
-    run("--steps", 8)
+    before = contents(out)
+    code, _, stderr = run("--steps", 8)
+    mend = "go on with --resume, begin anew with --overwrite, or choose another --out"
+    assert (code, stderr) == (2, f"draftgate: error: {out} holds a run's state; {mend}\n")
+    code, _, stderr = run("--steps", 8, "--resume", "--overwrite")
+    assert (code, stderr) == (2, "draftgate: error: --resume and --overwrite exclude each other; give one of them\n")
+    assert contents(out) == before
+    code, _, stderr = run("--steps", 8, "--overwrite", "--menu", "reuse/0,reuse/2")
+    assert code == 0, stderr
     assert read_curve(out / "curve.csv")[-1].step < 24
+    assert str(load_policy(out).menu) == "reuse/0,reuse/ngram/2"
+    assert run("--steps", 40, "--resume", "--menu", "reuse/0,reuse/2")[0] == 0
 
 
 def test_there_must_be_something_to_resume(run: Run, out: Path) -> None:
     code, _, stderr = run("--resume")
     assert code == 2
-    assert stderr.splitlines()[-1].endswith("holds no state to resume; train without --resume first")
-    assert not (out / "policy.json").exists()
+    assert stderr == f"draftgate: error: {out} holds no state to resume; train without --resume first\n"
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("target", ["--target", "./other"]),
+        ("drafter", ["--drafter", "ngram:history"]),
+        ("drafter", ["--drafter", "ngram", "ngram:history"]),
+        ("menu", ["--menu", "reuse/0,reuse/2"]),
+        ("precision", ["--precision", "bf16"]),
+        ("device", ["--device", "cuda"]),
+        ("max_new_tokens", ["--max-new-tokens", 9]),
+    ],
+)
+def test_a_run_is_resumed_only_with_its_own_settings(run: Run, out: Path, name: str, arguments: list[object]) -> None:
+    run("--steps", 8)
+    before = contents(out)
+    code, _, stderr = run("--resume", "--steps", 40, *arguments)
+    assert code == 2
+    assert f"error: {out} was trained with {name} " in stderr
+    assert stderr.endswith("; give the same, or begin anew with --overwrite\n")
+    assert contents(out) == before
+
+
+def test_a_run_is_resumed_only_on_its_own_prompts(run: Run, out: Path, workload: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_bytes(workload.read_bytes())
+    run("--steps", 8, "--workload", other)
+    assert "was trained with workload '" in run("--resume")[2]
+    other.write_text(json.dumps(ROWS[0]) + "\n", encoding="utf-8")
+    assert "was trained with workload_fingerprint '" in run("--resume", "--workload", other)[2]
+
+
+def test_the_default_menu_is_the_one_that_it_stands_for(run: Run, out: Path) -> None:
+    run("--steps", 8)
+    menu = json.loads((out / "config.json").read_text(encoding="utf-8"))["menu"]
+    assert run("--resume", "--steps", 30, "--menu", menu)[0] == 0
+
+
+@pytest.mark.parametrize("content", [None, b"", b"[]", b"{", b"\xff"])
+def test_a_configuration_that_is_damaged_is_one_line(run: Run, out: Path, content: bytes | None) -> None:
+    run("--steps", 8)
+    if content is None:
+        (out / "config.json").unlink()
+    else:
+        (out / "config.json").write_bytes(content)
+    code, _, stderr = run("--resume")
+    assert code == 2
+    assert stderr.startswith(f"draftgate: error: {out / 'config.json'} cannot be read (")
+    assert stderr.endswith("); begin anew with --overwrite\n")
 
 
 def test_a_damaged_state_is_one_line(run: Run, out: Path) -> None:
@@ -197,30 +290,34 @@ def test_a_damaged_state_is_one_line(run: Run, out: Path) -> None:
     assert "cannot be resumed" in stderr.splitlines()[-1]
 
 
-def test_the_state_of_another_menu_is_refused(run: Run, out: Path) -> None:
-    run("--steps", 8)
-    code, _, stderr = run("--resume", "--menu", "reuse/0,reuse/2")
-    assert code == 2
-    assert "cannot be resumed" in stderr.splitlines()[-1]
-
-
-@pytest.mark.parametrize("steps", [0, 19])
-def test_ctrl_c_saves_and_exports_what_was_learned(
-    run: Run, out: Path, monkeypatch: pytest.MonkeyPatch, steps: int
-) -> None:
+def test_ctrl_c_saves_and_exports_what_was_learned(run: Run, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        interrupt_after(patch, steps)
+        interrupt_after(patch, 19)
         code, _, stderr = run("--steps", 400, "--check-requests", 3)
     assert code == 130
-    assert f"interrupted after {steps} steps; exporting what was learned" in stderr
+    assert "interrupted after 19 steps; exporting what was learned" in stderr
     assert stderr.splitlines()[-1] == "draftgate: interrupted"
-    policy = load_policy(out)
-    assert policy.provenance["steps"] == steps
-    assert (steps == 0) == (float(load_file(out / STATE_FILE)["sums"].sum()) == 0.0)
+    assert load_policy(out).provenance["steps"] == 19
+    assert float(load_file(out / STATE_FILE)["visits"].sum()) == 19.0
     assert not (out / "check.json").exists()
-    code, _, stderr = run("--steps", steps + 10, "--resume")
+    code, _, stderr = run("--steps", 30, "--resume")
     assert code == 0, stderr
-    assert read_curve(out / "curve.csv")[-1].step >= steps + 10
+    assert read_curve(out / "curve.csv")[-1].step >= 30
+
+
+def test_nothing_is_written_before_the_first_step(run: Run, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 0)
+        code, _, stderr = run()
+    assert code == 130
+    assert "interrupted before the first step; nothing was written" in stderr
+    assert not out.exists()
+    run("--steps", 8)
+    before = contents(out)
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 0)
+        assert run("--overwrite", "--seed", 4)[0] == 130
+    assert contents(out) == before
 
 
 # -- wandb --------------------------------------------------------------------------------------------------------
@@ -325,6 +422,9 @@ def test_a_misspelt_option_ends_with_code_2(
         (["--precision", "fp64"], "precision 'fp64' is unknown"),
         (["--device", "tpu"], "device 'tpu'"),
         (["--steps", "0"], "give at least 1 step"),
+        (["--seed", "-1"], "a seed from 0"),
+        (["--check-requests", "-1"], "check_requests is -1"),
+        (["--prefix-cache-mib", "-1"], "give 0 (no cache)"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(run: Run, out: Path, arguments: list[str], message: str) -> None:

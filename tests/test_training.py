@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,14 @@ from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
 from agents import training as training_module
-from agents.training import CURVE_FILE, STATE_FILE, CurvePoint, Training, read_curve, write_curve
+from agents.training import CONFIG_FILE, CURVE_FILE, STATE_FILE, CurvePoint, Training, read_curve, write_curve
 from engine.cells import Cells
 from engine.errors import PolicyError, StorageError
 from engine.policy_heads import TableHead
 from engine.results import Generation, StepRecord, count_steps
 
 
-def record(drafted: int, accepted: int, seconds: float, prefilled: int = 0) -> StepRecord:
+def record(drafted: int, accepted: int, seconds: float, prefilled: int = 0, first: bool = False) -> StepRecord:
     return StepRecord(
         action=1,
         k=drafted,
@@ -37,12 +38,13 @@ def record(drafted: int, accepted: int, seconds: float, prefilled: int = 0) -> S
         seconds_draft=0.0,
         seconds_verify=seconds,
         seconds_overhead=0.0,
+        first=first,
     )
 
 
 PLAIN_SECONDS = 0.5
 # A prefill of 3.0 s, then 0.5 s for 1 token, 0.75 s for 3, 0.6 s for 2: 6 tokens in 3.7 plain steps.
-REQUEST = (record(0, 0, 3.0, prefilled=9), record(0, 0, 0.5), record(4, 2, 0.75), record(2, 1, 0.6))
+REQUEST = (record(0, 0, 3.0, prefilled=9, first=True), record(0, 0, 0.5), record(4, 2, 0.75), record(2, 1, 0.6))
 
 
 class ScriptedSession:
@@ -79,7 +81,13 @@ class ScriptedEnv:
         self.actions.append(action)
         step = self.script[self._at]
         self._at += 1
-        figures = {"drafted": step.drafted, "accepted": step.accepted, "prefilled": step.prefilled}
+        figures = {
+            "drafted": step.drafted,
+            "accepted": step.accepted,
+            "tokens": len(step.tokens),
+            "prefilled": step.prefilled,
+            "first": step.first,
+        }
         reward, finished = -step.seconds / PLAIN_SECONDS, self._at == len(self.script)
         return self._vector(), reward, finished, False, self._info() | figures
 
@@ -97,15 +105,17 @@ class CountingLearner:
 
     name: str = "counting"
     count: np.ndarray = field(default_factory=lambda: np.zeros(2))
-    told: list[tuple[list[float], int, int, int, float]] = field(default_factory=list)
+    told: list[tuple[list[float], int, int, int, int, float]] = field(default_factory=list)
     masks: list[Sequence[bool]] = field(default_factory=list)
 
     def choose(self, vector: np.ndarray, mask: Sequence[bool]) -> int:
         self.masks.append(mask)
         return 0 if mask[0] else 1
 
-    def update(self, vector: np.ndarray, action: int, drafted: int, accepted: int, plain_steps: float) -> None:
-        self.told.append((vector.tolist(), action, drafted, accepted, plain_steps))
+    def update(
+        self, vector: np.ndarray, action: int, drafted: int, accepted: int, tokens: int, plain_steps: float
+    ) -> None:
+        self.told.append((vector.tolist(), action, drafted, accepted, tokens, plain_steps))
         self.count += (1, plain_steps)
 
     def head(self) -> TableHead:
@@ -137,18 +147,24 @@ def test_the_learner_is_told_of_every_step_as_it_was_before_it(tmp_path: Path) -
     learner, env = CountingLearner(), ScriptedEnv()
     make_training(tmp_path, env, learner).run(5)
     assert learner.told == [
-        ([1.0, 0.0], 0, 0, 0, 6.0),
-        ([1.0, 1.0], 1, 0, 0, 1.0),
-        ([1.0, 2.0], 1, 4, 2, 1.5),
-        ([1.0, 3.0], 1, 2, 1, 1.2),
-        ([2.0, 0.0], 0, 0, 0, 6.0),
-        ([2.0, 1.0], 1, 0, 0, 1.0),
-        ([2.0, 2.0], 1, 4, 2, 1.5),
-        ([2.0, 3.0], 1, 2, 1, 1.2),
+        ([1.0, 0.0], 0, 0, 0, 1, 6.0),
+        ([1.0, 1.0], 1, 0, 0, 1, 1.0),
+        ([1.0, 2.0], 1, 4, 2, 3, 1.5),
+        ([1.0, 3.0], 1, 2, 1, 2, 1.2),
+        ([2.0, 0.0], 0, 0, 0, 1, 6.0),
+        ([2.0, 1.0], 1, 0, 0, 1, 1.0),
+        ([2.0, 2.0], 1, 4, 2, 3, 1.5),
+        ([2.0, 3.0], 1, 2, 1, 2, 1.2),
     ]
     assert learner.masks == [[True, True], *[[False, True]] * 3] * 2
     assert all(type(allowed) is bool or isinstance(allowed, np.bool_) for mask in learner.masks for allowed in mask)
     assert env.actions == [0, 1, 1, 1] * 2
+
+
+def test_the_learner_is_told_what_a_step_committed_where_the_request_ended_within_the_draft(tmp_path: Path) -> None:
+    learner = CountingLearner()
+    make_training(tmp_path, ScriptedEnv(script=(replace(record(4, 3, 1.0), tokens=(1, 2, 3)),)), learner).run(1)
+    assert learner.told == [([1.0, 0.0], 0, 4, 3, 3, 2.0)]
 
 
 @pytest.mark.parametrize(("steps", "requests"), [(1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
@@ -176,20 +192,20 @@ def test_a_request_of_a_prefill_alone_counts_as_plain(tmp_path: Path) -> None:
     assert [point.speedup for point in training.curve] == [1.0]
 
 
-def test_a_first_step_that_read_no_prompt_counts_as_decoding(tmp_path: Path) -> None:
-    training = make_training(tmp_path, ScriptedEnv(script=(record(4, 3, 1.0), record(0, 0, 0.5))))
+@pytest.mark.parametrize("prefilled", [0, 9])
+def test_the_first_step_is_left_out_whether_it_read_a_prompt_or_found_it_cached(tmp_path: Path, prefilled: int) -> None:
+    script = (record(4, 3, 1.0, prefilled, first=True), record(0, 0, 0.5), record(4, 3, 1.0))
+    training = make_training(tmp_path, ScriptedEnv(script=script))
     training.run(1)
     assert training.curve[0].speedup == pytest.approx(5 / 3)
 
 
 def test_it_saves_on_the_way_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_module, "SAVE_EVERY", 10)
-    on_disk: list[list[float] | None] = []
-    make_training(tmp_path).run(
-        26, lambda point: on_disk.append(saved_count(tmp_path)[:1] if (tmp_path / STATE_FILE).exists() else None)
-    )
-    # Points at 4, 8, 12 (saved after it), 16, 20 (saved), 24, 28.
-    assert on_disk == [None, None, None, [12.0], [12.0], [20.0], [20.0]]
+    on_disk: list[float] = []
+    make_training(tmp_path).run(26, lambda point: on_disk.append(saved_count(tmp_path)[0]))
+    # The first step, then points at 4, 8, 12 (saved after it), 16, 20 (saved), 24, 28.
+    assert on_disk == [1.0, 1.0, 1.0, 12.0, 12.0, 20.0, 20.0]
     assert saved_count(tmp_path)[0] == 28.0
     assert [point.step for point in read_curve(tmp_path / CURVE_FILE)] == [4, 8, 12, 16, 20, 24, 28]
 
@@ -197,7 +213,70 @@ def test_it_saves_on_the_way_and_at_the_end(tmp_path: Path, monkeypatch: pytest.
 # -- interruption and resuming ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at", [0, 2, 4, 7, 9])
+CONFIG = {"target": "here", "steps": 40}
+
+
+def test_nothing_is_written_before_the_first_step(tmp_path: Path) -> None:
+    training = make_training(tmp_path / "run", ScriptedEnv(interrupt_at=0))
+    with pytest.raises(KeyboardInterrupt):
+        training.run(40)
+    assert not (tmp_path / "run").exists()
+    assert not training.begun
+
+
+def test_after_the_first_step_a_run_can_be_resumed(tmp_path: Path) -> None:
+    """State, curve and configuration are there as soon as the step is done, without anything that a crash skips."""
+    env = ScriptedEnv()
+    training = Training(env, CountingLearner(), tmp_path, 5, CONFIG)  # type: ignore[arg-type]
+    seen: list[tuple[float, list[CurvePoint], object]] = []
+    original = env.step
+
+    def step(action: int) -> Any:
+        if env.actions:
+            config = json.loads((tmp_path / CONFIG_FILE).read_text())
+            seen.append((saved_count(tmp_path)[0], read_curve(tmp_path / CURVE_FILE), config))
+        return original(action)
+
+    env.step = step  # type: ignore[method-assign]
+    training.run(2)
+    assert seen[0] == (1.0, [], CONFIG)
+
+
+def fail(*_: object) -> None:
+    raise StorageError("the disk is gone")
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_run_whose_configuration_cannot_be_written_leaves_the_old_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resumed: bool
+) -> None:
+    make_training(tmp_path).run(8)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    again = make_training(tmp_path)
+    assert not resumed or again.resume()
+    with monkeypatch.context() as patch:
+        patch.setattr(training_module, "write_json", fail)
+        with pytest.raises(StorageError, match="the disk is gone"):
+            again.run(16)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_an_old_state_is_never_taken_for_a_new_run_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resumed: bool
+) -> None:
+    """Where the new run's own state cannot be written; a resumed run's old state is its own."""
+    make_training(tmp_path).run(8)
+    again = make_training(tmp_path)
+    assert not resumed or again.resume()
+    with monkeypatch.context() as patch:
+        patch.setattr(training_module, "save_tensors", fail)
+        with pytest.raises(StorageError, match="the disk is gone"):
+            again.run(16)
+    assert make_training(tmp_path).resume() == resumed
+
+
+@pytest.mark.parametrize("at", [1, 2, 4, 7, 9])
 def test_an_interrupted_run_keeps_what_was_learned_and_goes_on(tmp_path: Path, at: int) -> None:
     training = make_training(tmp_path, ScriptedEnv(interrupt_at=at))
     with pytest.raises(KeyboardInterrupt):
@@ -273,7 +352,7 @@ def damage_curve(change: Any) -> Any:
 def test_a_damaged_state_is_refused(tmp_path: Path, damage: Any) -> None:
     make_training(tmp_path).run(8)
     damage(tmp_path)
-    with pytest.raises(PolicyError, match=r"learner\.safetensors cannot be resumed .*; train anew, without --resume"):
+    with pytest.raises(PolicyError, match=r"learner\.safetensors cannot be resumed .*; train anew with --overwrite"):
         make_training(tmp_path).resume()
 
 

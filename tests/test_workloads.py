@@ -228,7 +228,7 @@ class TestSplits:
             load_workload(path, "test")
         assert str(caught.value) == (
             f"{path}: none of 1 lines belongs to the split 'test'; "
-            "add lines, name the split in them, or ask for no split"
+            'add lines, give some the field "split": "test", or ask for no split'
         )
 
     @pytest.mark.parametrize(

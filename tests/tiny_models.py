@@ -150,7 +150,8 @@ def load_tiny(name: str, packed: bool = False, seed: int = 0, **settings: Any) -
     model = tiny_model(name, seed, **settings)
     if packed:
         assert pack_linears(model) > 0 or name == "gpt2"
-    return LoadedModel(name, "fp32", "cpu", HFRunner(model), tiny_tokenizer(), frozenset({eos_id()}))
+    digest = f"{name} {seed} {sorted(settings.items())}"
+    return LoadedModel(name, "fp32", "cpu", HFRunner(model), tiny_tokenizer(), frozenset({eos_id()}), digest)
 
 
 def save_tiny(folder: Path, name: str = "llama", seed: int = 0, **settings: Any) -> Path:
@@ -197,11 +198,12 @@ def tiny_decoder(
     loaded: LoadedModel,
     drafters: Iterable[Drafter] = (),
     controller: str | Controller = "plain",
+    guard: bool = False,
     **settings: Any,
 ) -> SpeculativeDecoder:
-    """A decoder around a tiny model; `settings` as in `make_parts`."""
+    """A decoder around a tiny model; `settings` as in `make_parts`. No guard: it acts on measured time."""
     parts = make_parts(loaded, drafters, **settings)
-    return SpeculativeDecoder(parts, make_controller("plain", parts.menu), loaded).with_controller(controller)
+    return SpeculativeDecoder(parts, make_controller("plain", parts.menu), loaded).with_controller(controller, guard)
 
 
 def tiny_model_drafter(
@@ -281,7 +283,7 @@ class TableRunner:
 
 def load_table(runner: TableRunner) -> LoadedModel:
     """A table in the clothes of a model; no token ends its sequences."""
-    return LoadedModel("table", "fp32", "cpu", runner, tiny_tokenizer(), frozenset())
+    return LoadedModel("table", "fp32", "cpu", runner, tiny_tokenizer(), frozenset(), "table")
 
 
 # -- drafters -----------------------------------------------------------------------------------------------------

@@ -56,6 +56,6 @@ def _plan_model(name: str, target: LoadedModel) -> DrafterPlan:
     vocab_size = target.runner.vocab_size
 
     def build(cache_bytes: int) -> ModelDrafter:
-        return ModelDrafter(name, model.runner, PrefixCache(cache_bytes, token_bytes), vocab_size)
+        return ModelDrafter(name, model.runner, PrefixCache(cache_bytes, token_bytes), vocab_size, model.digest)
 
     return DrafterPlan(name, token_bytes, build)

@@ -26,6 +26,7 @@ class ModelDrafter:
     runner: Runner
     prefix_cache: PrefixCache
     vocab_size: int  # the target's: ids beyond it are never drafted, so that q lives on what p can judge
+    digest: str = ""  # the model's: its cost depends on it
 
     def begin(self, tokens: list[int], salt: str = "") -> ModelDraftState:
         return ModelDraftState(self, salt)

@@ -28,3 +28,14 @@ def _sources_digest() -> str:
 
 
 numba.config.CACHE_DIR = str(cache_folder() / "kernels" / _sources_digest())  # type: ignore[attr-defined]
+
+# Vector sums in one fixed order for a given length, fused multiply-add, no infinities.
+FAST = {"contract", "reassoc", "nsz", "arcp", "nnan", "ninf"}
+# A maximum may be taken in any order; nothing else changes.
+EXACT = {"nsz", "nnan", "ninf"}
+
+plain = compiled()
+parallel = compiled(parallel=True)
+fast = compiled(fastmath=FAST)
+exact = compiled(fastmath=EXACT)
+inline = compiled(inline="always")

@@ -65,6 +65,6 @@ def _select(groups: list[Group], source: str, name: str, split: str | None) -> W
     if not chosen:
         raise WorkloadError(
             f"{source}: none of {len(groups)} lines belongs to the split {split!r}; "
-            "add lines, name the split in them, or ask for no split"
+            f'add lines, give some the field "split": "{split}", or ask for no split'
         )
     return Workload(f"{name}/{split}", chosen)

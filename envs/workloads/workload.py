@@ -1,4 +1,4 @@
-"""A workload: the conversations that are recorded, trained on or judged with."""
+"""A workload: the conversations that a controller is trained on or judged with."""
 
 from __future__ import annotations
 
