@@ -40,7 +40,7 @@ class Options:
     max_new_tokens: int = 96
     """New tokens of a request at most."""
     transformers: bool = True
-    """Compare with transformers' own generate as well."""
+    """Compare with transformers' own generate as well, except in int8."""
     json: Path | None = None
     """Write the result to this file too."""
 
@@ -52,10 +52,11 @@ def main(options: Options) -> None:
     decoder = SpeculativeDecoder.from_pretrained(
         options.target, options.drafter, controller="plain", precision=options.precision
     )
-    plain_model = load_model(options.target, options.precision, packed=False) if options.transformers else None
+    compared = options.transformers and options.precision != "int8"  # transformers does not run these weights
+    plain_model = load_model(options.target, options.precision, packed=False) if compared else None
     names = ["plain", "fresh", *(f"fixed:{k}" for k in decoder.parts.menu.lengths)]
     arms = {name: decoder.with_empty_caches().with_controller(name) for name in names}
-    tally = {name: Tally() for name in [*names, "transformers"][1:]}
+    tally = {name: Tally() for name in [*names, *(["transformers"] if compared else [])][1:]}
     with tqdm(total=workload.num_requests, unit="request") as bar:
         for turn, done in _runs(workload, arms, options.max_new_tokens):
             prompt = decoder.encode(turn.messages)
@@ -67,7 +68,7 @@ def main(options: Options) -> None:
                 tally["transformers"].add(turn.id, prompt, tokens, reference, plain_model)
             bar.update()
     document: dict[str, Any] = {"requests": workload.num_requests, "max_new_tokens": options.max_new_tokens}
-    document |= {"arms": {name: arm.__dict__ for name, arm in tally.items() if arm.requests}}
+    document |= {"arms": {name: arm.__dict__ for name, arm in tally.items()}}
     for name, arm in tally.items():
         parted_in = f"{len(arm.parted)} of {arm.requests} requests"
         print(f"{name:>12}: {arm.tokens} tokens, {arm.mismatched} mismatched in {parted_in}")

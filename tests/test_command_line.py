@@ -258,7 +258,13 @@ def test_an_interrupt(line: CommandLine, monkeypatch: pytest.MonkeyPatch) -> Non
 def start(*arguments: str, **settings: Any) -> subprocess.Popen[str]:
     command = [sys.executable, *arguments]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | settings
-    return subprocess.Popen(command, cwd=ROOT, text=True, env=os.environ | {"PYTHONPATH": ""}, **streams)
+    environment = os.environ | {"PYTHONPATH": ""}
+    return subprocess.Popen(command, cwd=ROOT, text=True, env=environment, preexec_fn=heed_ctrl_c, **streams)
+
+
+def heed_ctrl_c() -> None:
+    """A shell that runs the tests in the background may have told its children to ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def test_each_script_as_a_process_exits_with_2_and_one_line(tmp_path: Path) -> None:
