@@ -9,8 +9,6 @@ from engine.kernels.compile import parallel, plain
 from engine.kernels.products import multiply, multiply_swiglu
 from engine.kernels.rows import F, attend, normalise, quantise
 
-MANY = 16  # rows from which it pays to start threads for what happens between the products
-
 
 @plain
 def rotate_and_append(qkv, bias, cosine, sine, keys, values, start, heads, rows):
@@ -45,46 +43,21 @@ def attend_rows(qkv, keys, values, start, heads, rows, out):
         attend(qkv[m, at : at + dim], keys[kv], values[kv], length, scores, out[m, at : at + dim])
 
 
-@parallel
-def quantise_many(x, q, scale, rows):
-    """`quantise_rows` with threads."""
-    for m in prange(rows):
-        scale[m] = quantise(x[m], q[m])
-
-
-@parallel
-def normalise_many(x, weight, eps, q, scale, rows):
-    """`normalise_rows` with threads."""
-    for m in prange(rows):
-        scale[m] = normalise_and_quantise(x[m], weight, eps, q[m])
-
-
-@plain
-def normalise_and_quantise(x, weight, eps, q):
-    """One row of `normalise_rows`; returns its scale."""
-    normal = np.empty(x.shape[0], F)
-    normalise(x, weight, eps, normal)
-    return quantise(normal, q)
-
-
 @plain
 def quantise_rows(x, q, scale, rows):
-    """Each row of `x` to int16 `q` and its scale; in parallel where there are enough rows to be worth the start."""
-    if rows >= MANY:
-        quantise_many(x, q, scale, rows)
-    else:
-        for m in range(rows):
-            scale[m] = quantise(x[m], q[m])
+    """Each row of `x` to int16 `q` and its scale. One loop for any number of rows: a second, threaded one would be
+    compiled apart from it, and might round differently."""
+    for m in range(rows):
+        scale[m] = quantise(x[m], q[m])
 
 
 @plain
 def normalise_rows(x, weight, eps, q, scale, rows):
     """The same behind an RMS norm."""
-    if rows >= MANY:
-        normalise_many(x, weight, eps, q, scale, rows)
-    else:
-        for m in range(rows):
-            scale[m] = normalise_and_quantise(x[m], weight, eps, q[m])
+    normal = np.empty(x.shape[1], F)
+    for m in range(rows):
+        normalise(x[m], weight, eps, normal)
+        scale[m] = quantise(normal, q[m])
 
 
 @plain
