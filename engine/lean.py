@@ -18,12 +18,17 @@ Weight = Callable[[str], np.ndarray]  # name in the checkpoint -> float32 array
 
 
 def can_run_lean(config: Any) -> bool:
-    """Whether a model is what `decode_layers` computes: RMS norms, rotary positions, full attention, SwiGLU."""
+    """Whether a model is what `decode_layers` computes: RMS norms, rotary positions, full attention, SwiGLU.
+
+    Rotary angles must not depend on the text's length: they are computed once and kept.
+    """
+    rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     return (
         config.model_type in {"llama", "qwen2"}
         and config.hidden_act == "silu"
         and kinds == {"full_attention"}
+        and rotary in {"default", "linear", "llama3", "yarn"}
         and not getattr(config, "mlp_bias", False)
         and not getattr(config, "attention_bias", False)
     )
@@ -61,12 +66,17 @@ class LeanRunner:
         if not 0 < num_logits <= len(tokens):
             raise ValueError(f"num_logits is {num_logits} for {len(tokens)} rows; ask for 1 to that many")
         assert isinstance(buffer, StackedKVBuffer)
-        buffer.reserve(buffer.length + len(tokens))
-        self._reach(buffer.length + len(tokens))
+        before = buffer.length
+        buffer.reserve(before + len(tokens))
+        self._reach(before + len(tokens))
         kept = np.empty((0, self._norm.size), np.float32)
-        for start in range(0, len(tokens), PREFILL_ROWS):
-            rows = self._forward_rows(tokens[start : start + PREFILL_ROWS], buffer)
-            kept = np.concatenate([kept, rows])[-num_logits:]
+        try:
+            for start in range(0, len(tokens), PREFILL_ROWS):
+                rows = self._forward_rows(tokens[start : start + PREFILL_ROWS], buffer)
+                kept = np.concatenate([kept, rows])[-num_logits:]
+        except BaseException:
+            buffer.truncate(before)
+            raise
         logits = np.empty((num_logits, self.vocab_size), np.float32)
         project(np.ascontiguousarray(kept), self._norm, self._eps, *self._head, logits)
         return torch.from_numpy(logits)

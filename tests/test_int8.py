@@ -169,6 +169,29 @@ def test_the_lean_runner_runs_where_it_can(folders: dict[str, str]) -> None:
     assert kinds == {"llama": "LeanRunner", "qwen2": "LeanRunner", "mistral": "HFRunner", "neox": "HFRunner"}
     assert not can_run_lean(tiny_model("qwen2", layer_types=["sliding_attention"] * 2).config)
     assert not can_run_lean(tiny_model("llama", hidden_act="gelu").config)
+    stretched = tiny_model("llama").config
+    stretched.rope_parameters = {**stretched.rope_parameters, "rope_type": "dynamic", "factor": 2.0}
+    assert not can_run_lean(stretched)  # its angles change with the text's length
+
+
+def test_a_pass_that_fails_half_way_leaves_the_buffer_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, _ = lean("llama")
+    tokens, buffer = random_tokens(50), runner.new_buffer()
+    expected = runner.forward(tokens, runner.new_buffer(), 1)
+    runner.forward(tokens[:10], buffer, 1)
+    monkeypatch.setattr("engine.lean.PREFILL_ROWS", 16)
+    forward_rows, calls = runner._forward_rows, iter(range(9))
+
+    def interrupted(*args: Any) -> np.ndarray:
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        return forward_rows(*args)
+
+    monkeypatch.setattr(runner, "_forward_rows", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        runner.forward(tokens[10:], buffer, 1)
+    assert buffer.length == 10
+    assert torch.equal(runner.forward(tokens[10:], buffer, 1), expected)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "mistral", "neox"])
