@@ -37,6 +37,6 @@ def _files(folder: Path) -> dict[str, str]:
         document: dict[str, Any] = json.loads(index.read_text(encoding="utf-8"))
         return dict(document["weight_map"])
     if not (folder / SINGLE).is_file():
-        raise ModelFileError(f"{folder} holds no safetensors; save the model with save_pretrained")
+        raise ModelFileError(f"{folder} holds no {SINGLE}; save the model with save_pretrained")
     with safe_open(folder / SINGLE, framework="pt") as file:
         return dict.fromkeys(file.keys(), SINGLE)

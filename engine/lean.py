@@ -1,16 +1,19 @@
-"""A runner with int8 weights for Llama- and Qwen2-like models: a row is the same bits however many run at once."""
+"""A runner for Llama- and Qwen2-like models, in fp32 or int8: a row is the same bits however many run at once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from engine.errors import ModelFileError
+from engine.kernels import fp32, int8
 from engine.kernels.fused import decode_layers, project
-from engine.kernels.int8 import aligned, pack, padded
+from engine.kernels.linear import stacked
 from engine.kv import KVBuffer, StackedKVBuffer
 from engine.runner import PREFILL_ROWS
 
@@ -20,7 +23,7 @@ Weight = Callable[[str], np.ndarray]  # name in the checkpoint -> float32 array
 def can_run_lean(config: Any) -> bool:
     """Whether a model is what `decode_layers` computes: RMS norms, rotary positions, full attention, SwiGLU.
 
-    Rotary angles must not depend on the text's length: they are computed once and kept.
+    Rotary angles must not depend on the text's length: they are computed once and kept. Weights must be plain numbers.
     """
     rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
@@ -31,6 +34,7 @@ def can_run_lean(config: Any) -> bool:
         and rotary in {"default", "linear", "llama3", "yarn"}
         and not getattr(config, "mlp_bias", False)
         and not getattr(config, "attention_bias", False)
+        and getattr(config, "quantization_config", None) is None
     )
 
 
@@ -41,21 +45,25 @@ class LeanRunner:
         config: the model's, for which `can_run_lean` holds.
         weight: gives a checkpoint's tensor by name; asked for one at a time, so that no second model is held.
         rotary: the model's own rotary embedding.
+        precision: of the linear layers, fp32 or int8.
     """
 
-    def __init__(self, config: Any, weight: Weight, rotary: nn.Module) -> None:
+    bitwise = True
+
+    def __init__(self, config: Any, weight: Weight, rotary: nn.Module, precision: str) -> None:
         self.vocab_size: int = config.vocab_size
         self.max_context: int = config.max_position_embeddings
         self._heads: int = config.num_attention_heads
         self._kv_heads: int = config.num_key_value_heads
         self._dim: int = getattr(config, "head_dim", None) or config.hidden_size // self._heads
         self._layers: int = config.num_hidden_layers
+        self._inner: int = config.intermediate_size
         self._eps = np.float32(config.rms_norm_eps)
         self._rotary = rotary
         self._cosine = self._sine = np.empty((0, self._dim), np.float32)
-        self._norm = weight("model.norm.weight")
-        self._embedding = weight("model.embed_tokens.weight")
-        self._head = pack(self._embedding if config.tie_word_embeddings else weight("lm_head.weight"))
+        self._pack: Callable[[np.ndarray], fp32.Panels | int8.Packed]
+        self._pack = fp32.pack_panels if precision == "fp32" else int8.pack
+        self._read_ends(config, weight)
         self._read_layers(config, weight)
 
     def new_buffer(self) -> StackedKVBuffer:
@@ -78,7 +86,7 @@ class LeanRunner:
             buffer.truncate(before)
             raise
         logits = np.empty((num_logits, self.vocab_size), np.float32)
-        project(np.ascontiguousarray(kept), self._norm, self._eps, *self._head, logits)
+        project(np.ascontiguousarray(kept), self._norm, self._eps, self._head, logits)
         return torch.from_numpy(logits)
 
     def synchronize(self) -> None:
@@ -86,12 +94,11 @@ class LeanRunner:
 
     def _forward_rows(self, tokens: Sequence[int], buffer: StackedKVBuffer) -> np.ndarray:
         """Hidden states `[rows, hidden]` behind the last layer; keys and values are appended."""
-        hidden: np.ndarray = self._embedding[np.array(tokens)]
+        hidden = self._embed(np.array(tokens))
         keys, values = buffer.arrays()
         decode_layers(
             hidden,
             self._weights,
-            self._scales,
             self._norms,
             self._bias,
             self._eps,
@@ -101,6 +108,7 @@ class LeanRunner:
             values,
             buffer.length,
             self._heads,
+            self._inner,
         )
         buffer.advance(len(tokens))
         return hidden
@@ -115,28 +123,47 @@ class LeanRunner:
         cosine, sine = self._rotary(torch.zeros(1, size, 1), torch.arange(size)[None])
         self._cosine, self._sine = cosine[0].float().numpy(), sine[0].float().numpy()
 
+    def _read_ends(self, config: Any, weight: Weight) -> None:
+        """The embedding, the last norm and the LM head. In fp32 a tied embedding is read from the head's panels."""
+        tied, shape = config.tie_word_embeddings, (self.vocab_size, config.hidden_size)
+        self._norm = _checked(weight, "model.norm.weight", shape[1:])
+        self._head = stacked([self._pack(_checked(weight, _EMBEDDING if tied else "lm_head.weight", shape))], 1)
+        if tied and isinstance(self._head, fp32.Panels):
+            self._embed = partial(fp32.channels_of, self._head)
+        else:
+            self._embed = partial(np.take, _checked(weight, _EMBEDDING, shape), axis=0)
+
     def _read_layers(self, config: Any, weight: Weight) -> None:
-        hidden, inner = config.hidden_size, config.intermediate_size
-        qkv = self._dim * (self._heads + 2 * self._kv_heads)
-        shapes = ((qkv, hidden), (hidden, self._heads * self._dim), (2 * inner, hidden), (hidden, inner))
-        self._weights = tuple(aligned((self._layers, out, padded(size)), np.int8) for out, size in shapes)
-        self._scales = tuple(np.empty((self._layers, out), np.float32) for out, _ in shapes)
-        self._norms = tuple(np.empty((self._layers, hidden), np.float32) for _ in range(2))
-        self._bias = np.zeros((self._layers, qkv), np.float32)
-        for layer in range(self._layers):
-            name = f"model.layers.{layer}."
-            for place, parts in enumerate(_LINEARS):
-                joined = np.concatenate([weight(f"{name}{part}.weight") for part in parts])
-                self._weights[place][layer], self._scales[place][layer] = pack(joined)
-            self._norms[0][layer] = weight(f"{name}input_layernorm.weight")
-            self._norms[1][layer] = weight(f"{name}post_attention_layernorm.weight")
-            if config.model_type == "qwen2":
-                self._bias[layer] = np.concatenate([weight(f"{name}{part}.bias") for part in _LINEARS[0]])
+        hidden, heads, kv = config.hidden_size, self._heads * self._dim, self._kv_heads * self._dim
+        qkv = {"self_attn.q_proj": heads, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
+
+        def read(kind: str, channels: dict[str, int], *inputs: int) -> Iterator[np.ndarray]:
+            for layer in range(self._layers):
+                names = {f"model.layers.{layer}.{part}.{kind}": size for part, size in channels.items()}
+                yield np.concatenate([_checked(weight, name, (size, *inputs)) for name, size in names.items()])
+
+        def linear(channels: dict[str, int], inputs: int) -> fp32.Panels | int8.Packed:
+            return stacked(map(self._pack, read("weight", channels, inputs)), self._layers)
+
+        self._weights = (
+            linear(qkv, hidden),
+            linear({"self_attn.o_proj": hidden}, heads),
+            linear({"mlp.gate_proj": self._inner}, hidden),
+            linear({"mlp.up_proj": self._inner}, hidden),
+            linear({"mlp.down_proj": hidden}, self._inner),
+        )
+        norms = ("input_layernorm", "post_attention_layernorm")
+        self._norms = tuple(np.stack([*read("weight", {norm: hidden})]) for norm in norms)
+        biased = config.model_type == "qwen2"
+        self._bias = np.stack([*read("bias", qkv)]) if biased else np.zeros((self._layers, heads + 2 * kv), np.float32)
 
 
-_LINEARS = (
-    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    ("self_attn.o_proj",),
-    ("mlp.gate_proj", "mlp.up_proj"),
-    ("mlp.down_proj",),
-)
+_EMBEDDING = "model.embed_tokens.weight"
+
+
+def _checked(weight: Weight, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """A tensor whose shape is what the configuration says: the compiled loops rely on it."""
+    array = weight(name)
+    if array.shape != shape:
+        raise ModelFileError(f"{name} is {array.shape} and not {shape}, as config.json says; fetch the model again")
+    return array

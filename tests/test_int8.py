@@ -12,10 +12,12 @@ from tiny_models import random_tokens, save_tiny, scripted_drafter, tiny_decoder
 
 from engine import SpeculativeDecoder, load_model
 from engine.errors import DeviceError
-from engine.kernels.fused import attend_rows, linear_rows, normalise_rows
+from engine.kernels.attention import attend_rows
+from engine.kernels.fused import normalise_rows
 from engine.kernels.int8 import aligned, pack, padded
 from engine.kernels.int8 import reference as reference_product
 from engine.kernels.int8_linear import Int8Linear, quantise_linears
+from engine.kernels.linear import linear_rows, quantise_rows, stacked
 from engine.kernels.madd import MAX_ROWS, MAX_TERMS
 from engine.kernels.products import multiply
 from engine.kernels.rows import exp
@@ -33,7 +35,7 @@ def normal(*shape: int) -> np.ndarray:
 def test_a_linear_layer_equals_its_reference_to_the_bit(rows: int, inputs: int, channels: int) -> None:
     x, weight = normal(rows, inputs), pack(normal(channels, inputs))
     out = np.full((rows, channels), np.nan, np.float32)
-    linear_rows(x, weight.weight, weight.scale, out)
+    linear_rows(x, stacked([weight], 1), out)
     np.testing.assert_array_equal(out, reference_product(x, weight))
 
 
@@ -44,7 +46,7 @@ def test_the_largest_sums_do_not_overflow(terms: int) -> None:
     weight = np.full((2, terms), 127, np.int8)
     weight[1] = -127
     out = np.zeros((3, 2), np.float32)
-    multiply(x, np.ones(3, np.float32), weight, np.ones(2, np.float32), out, 3, False)
+    multiply(x, np.ones(3, np.float32), weight, np.ones(2, np.float32), out, False)
     np.testing.assert_array_equal(out, (x.astype(np.int64) @ weight.T.astype(np.int64)).astype(np.float32))
 
 
@@ -54,7 +56,7 @@ def test_rows_of_zeros_and_of_extreme_values() -> None:
     weight = pack(np.concatenate([normal(3, 64), np.zeros((1, 64), np.float32)]))
     out = np.empty((4, 4), np.float32)
     with np.errstate(over="ignore"):
-        linear_rows(x, weight.weight, weight.scale, out)
+        linear_rows(x, stacked([weight], 1), out)
     np.testing.assert_array_equal(out[0], np.zeros(4, np.float32))
     np.testing.assert_array_equal(out[:, 3], np.zeros(4, np.float32))
 
@@ -75,28 +77,43 @@ def test_exp_is_right_to_a_few_units_in_the_last_place() -> None:
     assert np.abs(ours / np.exp(x.astype(np.float64)) - 1).max() < 4e-7
 
 
-def test_a_row_of_attention_and_norm_does_not_depend_on_its_neighbours() -> None:
-    keys, values, qkv = normal(2, 64, 16), normal(2, 64, 16), normal(MAX_ROWS, 8 * 16)
-    together = np.empty((MAX_ROWS, 4 * 16), np.float32)
-    attend_rows(qkv, keys, values, 40, 4, MAX_ROWS, together)
-    q, scale = np.empty((MAX_ROWS, 128), np.int16), np.empty(MAX_ROWS, np.float32)
-    normalise_rows(qkv, np.ones(128, np.float32), np.float32(1e-5), q, scale, MAX_ROWS)
-    for row in range(MAX_ROWS):
-        alone = np.empty((1, 4 * 16), np.float32)
-        attend_rows(qkv[row : row + 1], keys, values, 40 + row, 4, 1, alone)
+@pytest.mark.parametrize("heads", [2, 6, 18])  # 1, 3 and 9 query heads for each key and value head
+@pytest.mark.parametrize("dim", [6, 16, 40, 64])
+def test_a_row_of_attention_does_not_depend_on_its_neighbours(dim: int, heads: int) -> None:
+    keys, values, qkv = normal(2, 64, dim), normal(2, 64, dim), normal(9, (heads + 4) * dim)
+    together = np.empty((9, heads * dim), np.float32)
+    attend_rows(qkv, keys, values, 55, heads, together)
+    for row in range(9):
+        alone = np.empty((1, heads * dim), np.float32)
+        unseen = [np.where(np.arange(64)[:, None] > 55 + row, np.float32(np.nan), part) for part in (keys, values)]
+        attend_rows(qkv[row : row + 1], *unseen, 55 + row, heads, alone)
         np.testing.assert_array_equal(alone[0], together[row])
-        q1, scale1 = np.empty((1, 128), np.int16), np.empty(1, np.float32)
-        normalise_rows(qkv[row : row + 1], np.ones(128, np.float32), np.float32(1e-5), q1, scale1, 1)
+
+
+def test_a_row_of_norm_and_quantisation_does_not_depend_on_its_neighbours() -> None:
+    x = normal(MAX_ROWS, 128)
+    normed = np.empty_like(x)
+    normalise_rows(x, np.ones(128, np.float32), np.float32(1e-5), normed)
+    q, scale = quantise_rows(x, 128)
+    for row in range(MAX_ROWS):
+        alone = np.empty((1, 128), np.float32)
+        normalise_rows(x[row : row + 1], np.ones(128, np.float32), np.float32(1e-5), alone)
+        np.testing.assert_array_equal(alone[0], normed[row])
+        q1, scale1 = quantise_rows(x[row : row + 1], 128)
         np.testing.assert_array_equal(q1[0], q[row])
         assert scale1[0] == scale[row]
 
 
-def test_attention_is_softmax_of_scaled_products() -> None:
-    keys, values, qkv = normal(1, 20, 8), normal(1, 20, 8), normal(1, 3 * 8)
-    out = np.empty((1, 8), np.float32)
-    attend_rows(qkv, keys, values, 19, 1, 1, out)
-    weights = torch.softmax(torch.tensor(keys[0] @ qkv[0, :8]) / 8**0.5, dim=0).numpy()
-    np.testing.assert_allclose(out[0], weights @ values[0], rtol=2e-5, atol=2e-6)
+@pytest.mark.parametrize("dim", [6, 8, 40, 64])
+@pytest.mark.parametrize("length", [1, 5, 16, 20, 37])
+def test_attention_is_softmax_of_scaled_products(length: int, dim: int) -> None:
+    keys, values, qkv = normal(2, 37, dim), normal(2, 37, dim), normal(1, (6 + 4) * dim)
+    out = np.empty((1, 6 * dim), np.float32)
+    attend_rows(qkv, keys, values, length - 1, 6, out)
+    for head in range(6):
+        query, seen, mixed = qkv[0, head * dim :][:dim], keys[head // 3, :length], values[head // 3, :length]
+        weights = torch.softmax(torch.tensor(seen @ query) / dim**0.5, dim=0).numpy()
+        np.testing.assert_allclose(out[0, head * dim :][:dim], weights @ mixed, rtol=2e-5, atol=2e-6)
 
 
 # -- models -------------------------------------------------------------------------------------------------------
@@ -106,7 +123,7 @@ def lean(name: str, **settings: Any) -> tuple[LeanRunner, Any]:
     """A lean runner, and transformers' model with the weights that int8 keeps."""
     model = tiny_model(name, **settings)
     state = {key: value.detach().clone().numpy() for key, value in model.state_dict().items()}
-    runner = LeanRunner(model.config, lambda key: state[key], model.model.rotary_emb)
+    runner = LeanRunner(model.config, lambda key: state[key], model.model.rotary_emb, "int8")
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, torch.nn.Linear):
@@ -169,6 +186,9 @@ def test_the_lean_runner_runs_where_it_can(folders: dict[str, str]) -> None:
     assert kinds == {"llama": "LeanRunner", "qwen2": "LeanRunner", "mistral": "HFRunner", "neox": "HFRunner"}
     assert not can_run_lean(tiny_model("qwen2", layer_types=["sliding_attention"] * 2).config)
     assert not can_run_lean(tiny_model("llama", hidden_act="gelu").config)
+    quantised = tiny_model("llama").config
+    quantised.quantization_config = {"quant_method": "fp8"}
+    assert not can_run_lean(quantised)
     stretched = tiny_model("llama").config
     stretched.rope_parameters = {**stretched.rope_parameters, "rope_type": "dynamic", "factor": 2.0}
     assert not can_run_lean(stretched)  # its angles change with the text's length

@@ -98,7 +98,7 @@ def test_subclasses_are_left_alone() -> None:
     ("precision", "packed", "expected"), [("fp32", True, 15), ("fp32", False, 0), ("bf16", True, 0)]
 )
 def test_load_model_packs_fp32_only(tmp_path, precision: str, packed: bool, expected: int) -> None:  # type: ignore[no-untyped-def]
-    loaded = load_model(str(save_tiny(tmp_path)), precision, packed=packed)
+    loaded = load_model(str(save_tiny(tmp_path, "mistral")), precision, packed=packed)
     modules = list(loaded.runner.model.modules())  # type: ignore[attr-defined]
     assert sum(isinstance(module, PackedLinear) for module in modules) == expected
     assert sum(type(module) is nn.Linear for module in modules) == 15 - expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """`numba.njit`, cached under a name that changes with any source of the kernels.
 
     numba itself looks at one file only, and would take a stale result where another file that it inlines has changed.
+    Division by zero gives infinity or NaN and raises nothing: broken weights show in the logits.
     """
-    return numba.njit(cache=True, **options)  # type: ignore[no-any-return]
+    return numba.njit(cache=True, error_model="numpy", **options)  # type: ignore[no-any-return]
 
 
 def _sources_digest() -> str:
@@ -27,15 +29,16 @@ def _sources_digest() -> str:
     return digest.hexdigest()[:16]
 
 
+if os.environ.get("OMP_NUM_THREADS", "").isdecimal():  # numba would take all processors, and make torch take them too
+    limit = max(1, int(os.environ["OMP_NUM_THREADS"]))
+    numba.config.NUMBA_NUM_THREADS = min(numba.config.NUMBA_NUM_THREADS, limit)  # type: ignore[attr-defined]
 numba.config.CACHE_DIR = str(cache_folder() / "kernels" / _sources_digest())  # type: ignore[attr-defined]
 
-# Vector sums in one fixed order for a given length, fused multiply-add, no infinities.
-FAST = {"contract", "reassoc", "nsz", "arcp", "nnan", "ninf"}
-# A maximum may be taken in any order; nothing else changes.
+# A maximum may be taken in any order. Sums may not: a function is compiled once for each place that it is inlined in,
+# and each would use the freedom to reorder or to fuse in its own way. Two processes could then differ in a bit.
 EXACT = {"nsz", "nnan", "ninf"}
 
 plain = compiled()
 parallel = compiled(parallel=True)
-fast = compiled(fastmath=FAST)
 exact = compiled(fastmath=EXACT)
 inline = compiled(inline="always")

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from engine.kernels.fused import linear_rows
 from engine.kernels.int8 import pack
+from engine.kernels.linear import linear_rows, stacked
 
 
 class Int8Linear(nn.Module):
@@ -19,13 +19,13 @@ class Int8Linear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.packed = pack(linear.weight.detach().float().numpy())
+        self.packed = stacked([pack(linear.weight.detach().float().numpy())], 1)
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
         rows = np.ascontiguousarray(x.detach().reshape(-1, self.in_features).numpy(), dtype=np.float32)
         out = np.empty((len(rows), self.out_features), np.float32)
-        linear_rows(rows, self.packed.weight, self.packed.scale, out)
+        linear_rows(rows, self.packed, out)
         result = torch.from_numpy(out).view(*x.shape[:-1], self.out_features)
         return result if self.bias is None else result + self.bias
 

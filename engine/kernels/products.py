@@ -10,6 +10,7 @@ import numpy as np
 from numba import prange
 
 from engine.kernels.compile import parallel, plain
+from engine.kernels.lanes import pointer
 from engine.kernels.madd import (
     CHANNELS,
     MAX_ROWS,
@@ -17,7 +18,6 @@ from engine.kernels.madd import (
     OUT_STRIDE,
     dot_channel,
     dot_channels,
-    pointer,
 )
 from engine.kernels.rows import F, exp
 
@@ -64,9 +64,9 @@ def chunk_dots(x, w, first, count, row, rows, start, size, part):
 
 
 @parallel
-def multiply(x, scale, w, channel_scale, out, rows, add):
+def multiply(x, scale, w, channel_scale, out, add):
     """`out[m] = (x w^T)[m] * scale[m] * channel_scale`, added to `out` where `add`; float32 `[rows, channels]`."""
-    channels = w.shape[0]
+    rows, channels = out.shape
     for block in prange((channels + BLOCK - 1) // BLOCK):
         first = block * BLOCK
         count = min(BLOCK, channels - first)
@@ -81,9 +81,9 @@ def multiply(x, scale, w, channel_scale, out, rows, add):
 
 
 @parallel
-def multiply_swiglu(x, scale, w, channel_scale, out, rows):
-    """SwiGLU (Shazeer 2020): `silu(gate) * up`, where `w` holds the gate's channels and then the up projection's."""
-    channels = w.shape[0] // 2
+def multiply_swiglu(x, scale, gate, gate_scale, up, up_scale, out):
+    """SwiGLU (Shazeer 2020): `silu(x gate^T) * (x up^T)`."""
+    rows, channels = out.shape
     for block in prange((channels + BLOCK - 1) // BLOCK):
         first = block * BLOCK
         count = min(BLOCK, channels - first)
@@ -91,10 +91,10 @@ def multiply_swiglu(x, scale, w, channel_scale, out, rows):
         ups = np.empty((MAX_ROWS, BLOCK), F)
         for row in range(0, rows, MAX_ROWS):
             taken = min(MAX_ROWS, rows - row)
-            dots(x, w, first, count, row, taken, gates)
-            dots(x, w, channels + first, count, row, taken, ups)
+            dots(x, gate, first, count, row, taken, gates)
+            dots(x, up, first, count, row, taken, ups)
             for r in range(taken):
                 for n in range(count):
-                    gate = gates[r, n] * (scale[row + r] * channel_scale[first + n])
-                    up = ups[r, n] * (scale[row + r] * channel_scale[channels + first + n])
-                    out[row + r, first + n] = gate / (F(1) + exp(-gate)) * up
+                    g = gates[r, n] * (scale[row + r] * gate_scale[first + n])
+                    u = ups[r, n] * (scale[row + r] * up_scale[first + n])
+                    out[row + r, first + n] = g / (F(1) + exp(-g)) * u

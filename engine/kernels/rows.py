@@ -1,4 +1,4 @@
-"""What happens to one row: quantisation, norm, exponential, attention of a head.
+"""What happens to one row: quantisation, norm, exponential.
 
 Every function treats its row by itself, in an order that depends on nothing but the row's own length: its bits are the
 same whether it is computed alone, as plain decoding does, or among the rows of a verify pass.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.kernels.compile import exact, fast, inline
-from engine.kernels.madd import float_from_bits
+from engine.kernels.compile import exact, inline
+from engine.kernels.lanes import float_from_bits
 
 F = np.float32
 LARGEST = F(4095)  # of a quantised activation: 13 bits with its sign
+PARTS = 16  # partial sums of a row, side by side
 
 
 @exact
@@ -30,15 +31,30 @@ def quantise(x, q):
     return largest / LARGEST
 
 
-@fast
+@exact
 def normalise(x, weight, eps, out):
     """RMS norm of a row (Zhang and Sennrich 2019)."""
-    squares = F(0)
     for i in range(x.shape[0]):
-        squares += x[i] * x[i]
-    factor = F(1) / np.sqrt(squares / F(x.shape[0]) + eps)
+        out[i] = x[i] * x[i]
+    factor = F(1) / np.sqrt(total(out) / F(x.shape[0]) + eps)
     for i in range(x.shape[0]):
         out[i] = x[i] * factor * weight[i]
+
+
+@exact
+def total(x):
+    """The sum of a row, in the order that is written here: compilers may otherwise choose one for each place of use."""
+    parts = np.zeros(PARTS, F)
+    whole = x.shape[0] - x.shape[0] % PARTS
+    for i in range(0, whole, PARTS):
+        for part in range(PARTS):
+            parts[part] += x[i + part]
+    for i in range(whole, x.shape[0]):
+        parts[i - whole] += x[i]
+    total = F(0)
+    for part in range(PARTS):
+        total += parts[part]
+    return total
 
 
 @inline
@@ -55,27 +71,3 @@ def exp(x):
     p = p * r + F(5.0000001201e-1)
     power = float_from_bits((np.int32(n) + np.int32(127)) << np.int32(23))
     return (p * r * r + r + F(1)) * power
-
-
-@fast
-def attend(query, keys, values, length, scores, out):
-    """Attention of one head of one row `[dim]` over `length` positions of `[capacity, dim]`."""
-    dim = query.shape[0]
-    scale = F(1) / np.sqrt(F(dim))
-    top = F(-3e38)
-    for p in range(length):
-        score = F(0)
-        for d in range(dim):
-            score += query[d] * keys[p, d]
-        scores[p] = score * scale
-        top = max(top, scores[p])
-    total = F(0)
-    for p in range(length):
-        scores[p] = exp(scores[p] - top)
-        total += scores[p]
-    out[:] = F(0)
-    for p in range(length):
-        for d in range(dim):
-            out[d] += scores[p] * values[p, d]
-    for d in range(dim):
-        out[d] /= total

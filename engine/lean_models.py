@@ -1,4 +1,4 @@
-"""Models in int8: a lean runner where the architecture is known, int8 layers in transformers' model elsewhere."""
+"""Models on the CPU: a lean runner where the architecture is known, packed layers in transformers' model elsewhere."""
 
 from __future__ import annotations
 
@@ -12,19 +12,26 @@ from transformers.utils.hub import cached_file
 
 from engine.checkpoint import Checkpoint
 from engine.kernels.int8_linear import quantise_linears
+from engine.kernels.packed import can_pack, pack_linears
 from engine.lean import LeanRunner, can_run_lean
 from engine.runner import HFRunner, Runner
 
 
-def int8_runner(folder: str) -> tuple[Runner, Any]:
-    """A runner with int8 weights for a folder or hub id, and the model's generation config."""
+def packed_runner(folder: str, precision: str, lean: bool = True) -> tuple[Runner, Any]:
+    """A runner with packed weights, fp32 or int8, for a folder or hub id, and the model's generation config.
+
+    Without `lean` it is transformers' model with packed layers, whatever the architecture.
+    """
     config = AutoConfig.from_pretrained(folder)
-    if not can_run_lean(config):
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        quantise_linears(model)
+    if not (lean and can_run_lean(config)):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
+        if precision == "int8":
+            quantise_linears(model)
+        elif can_pack():
+            pack_linears(model)
         return HFRunner(model), model.generation_config
     checkpoint = Checkpoint(_local(folder))
-    return LeanRunner(config, checkpoint.read, _rotary(config)), _generation(folder)
+    return LeanRunner(config, checkpoint.read, _rotary(config), precision), _generation(folder)
 
 
 def _local(folder: str) -> Path:
