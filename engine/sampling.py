@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 from engine.errors import SamplingError
+
+STRIDE = 16_384  # logits at a time: longer arrays are fetched from the system anew each time, and leave the caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +82,17 @@ def certainty(logits: Tensor | None) -> tuple[float, float]:
     """Top probability and entropy (nats) of the distribution of logits `[vocab]`; zeros where there are none."""
     if logits is None:
         return 0.0, 0.0
+    if logits.device.type != "cpu":  # two numbers come over, not the vocabulary
+        log_probs = logits.double().log_softmax(dim=-1)
+        entropy = torch.special.entr(log_probs.exp()).sum()
+        top_probability, nats = torch.stack([log_probs.max().exp(), entropy]).tolist()
+        return top_probability, nats
     # numpy: torch would wake its thread pool, which then gets in the way of the runner's own threads.
-    shifted = logits.cpu().numpy()
-    shifted = shifted - shifted.max()
-    weights = np.exp(shifted)
-    total = float(weights.sum())
-    mean = float(weights @ np.maximum(shifted, -1e9)) / total
-    return 1.0 / total, float(np.log(total)) - mean
+    row = logits.numpy()
+    top, total, weighted = row.max(), 0.0, 0.0
+    for begin in range(0, len(row), STRIDE):
+        shifted = row[begin : begin + STRIDE] - top
+        weights = np.exp(shifted)
+        total += float(weights.sum())
+        weighted += float(weights @ np.maximum(shifted, -1e9, out=shifted))  # 0 times -inf is no number
+    return 1.0 / total, math.log(total) - weighted / total

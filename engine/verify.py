@@ -36,11 +36,12 @@ def verify(logits: Tensor, draft: Draft, sampling: Sampling, generator: torch.Ge
     Raises `NumericalError` where the logits that matter are not finite.
     """
     if sampling.greedy:
-        return _verify_greedy(logits, draft.tokens)
+        return verify_greedy(logits, draft.tokens)
     return _verify_sampled(probabilities(_finite(logits), sampling), draft, generator)
 
 
-def _verify_greedy(logits: Tensor, drafted: list[int]) -> Verdict:
+def verify_greedy(logits: Tensor, drafted: list[int]) -> Verdict:
+    """`verify` for temperature 0. Rows behind the first rejected token may be missing from `logits`."""
     chosen = _best_tokens(logits)
     accepted = 0
     while accepted < len(drafted) and drafted[accepted] == chosen[accepted]:
@@ -56,20 +57,31 @@ def _best_tokens(logits: Tensor) -> list[int]:
         chosen = rows.argmax(axis=-1)  # the first NaN, where there is one
         _finite(torch.from_numpy(rows[np.arange(len(rows)), chosen]))
         return [int(token) for token in chosen]
-    best, choices = logits.max(dim=-1)
+    best, choices = torch.stack([part.double() for part in logits.max(dim=-1)]).cpu()  # waits for the device once
     _finite(best)
     return [int(token) for token in choices.tolist()]
 
 
 def _verify_sampled(target: Tensor, draft: Draft, generator: torch.Generator) -> Verdict:
-    for row, token in enumerate(draft.tokens):
-        p, q = target[row], _draft_distribution(draft, row, target)
+    for row, (p_token, q_token) in enumerate(_at_drafted(target, draft)):
         u = float(torch.rand((), generator=generator, dtype=torch.float64))
-        if u * float(q[token]) >= float(p[token]):
-            residual = (p - q).clamp_(min=0.0)
+        if u * q_token >= p_token:
+            p = target[row]
+            residual = (p - _draft_distribution(draft, row, target)).clamp_(min=0.0).cpu()
             # Nothing is left where q equals p up to rounding.
             return Verdict(row, draw(residual if residual.sum() > 0.0 else p, generator))
     return Verdict(len(draft.tokens), draw(target[len(draft.tokens)], generator))
+
+
+def _at_drafted(target: Tensor, draft: Draft) -> list[tuple[float, float]]:
+    """p and q of each drafted token, fetched at once: on a GPU every look at a value waits for the device."""
+    if not draft.tokens:
+        return []
+    p = [target[row, token] for row, token in enumerate(draft.tokens)]
+    if draft.probs is None:
+        return [(value, 1.0) for value in torch.stack(p).tolist()]
+    q = [_draft_distribution(draft, row, target)[token] for row, token in enumerate(draft.tokens)]
+    return list(zip(*torch.stack([*p, *q]).view(2, -1).tolist(), strict=True))
 
 
 def _draft_distribution(draft: Draft, row: int, target: Tensor) -> Tensor:
@@ -87,7 +99,8 @@ def _draft_distribution(draft: Draft, row: int, target: Tensor) -> Tensor:
 
 def _finite(values: Tensor) -> Tensor:
     """NaN or +inf anywhere, or a row without a finite value, means a broken model; -inf is a masked token."""
-    if torch.isnan(values).any() or not torch.isfinite(values.amax(dim=-1) if values.ndim > 1 else values).all():
+    best = values.amax(dim=-1) if values.ndim > 1 else values
+    if torch.isnan(values).any() | ~torch.isfinite(best).all():  # one question, one wait for the device
         raise NumericalError(
             "the target's logits are not finite; load it in a wider precision (precision='fp32') or fetch it again"
         )
