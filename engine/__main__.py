@@ -35,6 +35,10 @@ class Options:
     """fp32, bf16 or fp16; default: the policy's, else fp32."""
     device: str = "cpu"
     """cpu or cuda."""
+    exact: str | None = None
+    """What makes greedy tokens those of plain decoding: bitwise (the arithmetic: a row is the same bits in whatever
+    pass), guarded (near-ties are computed anew) or off; default: bitwise where the model and precision have it, else
+    guarded in fp32 and off in other precisions, where guarding costs more than drafts gain."""
     prefix_cache_mib: int = DEFAULT_CACHE_BYTES >> 20
     """Memory for cached prefixes, MiB; 0 turns the cache off."""
     max_new_tokens: int = 256
@@ -69,6 +73,7 @@ def main(options: Options) -> None:
         precision=options.precision,
         device=options.device,
         prefix_cache_bytes=options.prefix_cache_mib << 20,
+        exact=options.exact,
     )
     as_text = options.raw or not getattr(decoder.target.tokenizer, "chat_template", None)
     pieces = decoder.stream(
@@ -111,10 +116,11 @@ def statistics_line(generation: Generation, controller: str) -> str:
     """One line: tokens, speed, first token, drafting, reuse, controller."""
     counters = generation.counters
     guarded = f"{counters.num_guard_steps} of them by the guard, " if counters.num_guard_steps else ""
+    near_ties = f"{counters.num_guarded_rows} near-ties computed anew, " if counters.num_guarded_rows else ""
     return (
         f"[{len(generation.tokens)} tokens, {generation.tokens_per_second:.1f} tokens/s, "
         f"first after {generation.time_to_first_token * 1e3:.0f} ms, {counters.num_steps} steps, {guarded}"
-        f"{counters.num_accepted_tokens}/{counters.num_draft_tokens} drafts accepted, "
+        f"{counters.num_accepted_tokens}/{counters.num_draft_tokens} drafts accepted, {near_ties}"
         f"{counters.num_cached_tokens}/{counters.num_prompt_tokens} prompt tokens cached, {controller}]"
     )
 

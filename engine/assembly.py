@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from engine.drafters import Drafter
 from engine.drafters.factory import DrafterPlan, plan_drafter
 from engine.errors import DrafterError, PolicyError, SettingError
+from engine.exactness import settle_exact
 from engine.menu import Menu, default_menu, parse_menu
 from engine.models import LoadedModel
 from engine.policy import Policy
+from engine.rounding import Rounding, cached_rounding
 
 # Physical memory: a budget beyond it could never be allocated.
 MOST_CACHE_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 1 << 40
@@ -62,7 +64,18 @@ def settle_menu(menu: Menu | str | None, controller: object, drafters: Mapping[s
     return menu or default_menu(names)
 
 
+def settle_rounding(exact: str | None, target: LoadedModel, menu: Menu) -> Rounding | None:
+    """The rounding of this engine where its mode is guarded. Raises `SettingError` for a mode that it lacks."""
+    if settle_exact(exact, target.runner, target.precision) != "guarded":
+        return None
+    return cached_rounding(target.runner, target.tokenizer, menu.lengths, target.device)
+
+
 def engine_line(target: LoadedModel, drafters: Mapping[str, Drafter]) -> str:
-    """What costs depend on besides the machine, in one line: target, precision, drafters."""
+    """What costs depend on besides the machine, in one line: target, precision, kind of runner, drafters.
+
+    The exactness mode changes the cost of a pass only where it changes the runner.
+    """
     named = [" ".join(filter(None, (name, getattr(one, "digest", "")))) for name, one in drafters.items()]
-    return f"target {target.digest}, {target.precision}, drafters {', '.join(sorted(named)) or 'none'}"
+    precision = f"{target.precision} bitwise" if target.runner.bitwise else target.precision
+    return f"target {target.digest}, {precision}, drafters {', '.join(sorted(named)) or 'none'}"

@@ -14,6 +14,7 @@ from engine.assembly import (
     list_drafters,
     plan_drafters,
     settle_menu,
+    settle_rounding,
 )
 from engine.calibration import cached_costs
 from engine.controllers import Controller, FixedController, Foreign, completed, make_controller
@@ -67,6 +68,7 @@ class SpeculativeDecoder:
         device: str = "cpu",
         prefix_cache_bytes: int = DEFAULT_CACHE_BYTES,
         guard: bool = True,
+        exact: str | None = None,
     ) -> SpeculativeDecoder:
         """Load a target with its drafters and a controller.
 
@@ -75,15 +77,19 @@ class SpeculativeDecoder:
                 smollm2-135m.
             drafter: `ngram`, `ngram:history`, `model:<name>`, an object, or several of these; default: the policy's,
                 else ngram.
-            controller: a name (`plain`, `fresh`, `fixed:K`, `heuristic`, `threshold:T`), a policy from `load_policy`,
-                or an object with `choose`.
+            controller: a name (`plain`, `fresh`, `fixed:K`, `heuristic`, `threshold:T`, `cost-model`), a policy from
+                `load_policy`, or an object with `choose`.
             menu: the actions; default: the policy's own, else fresh/0, reuse/0 and reuse/1, 2, 3, 4, 6, 8.
-            precision: fp32, bf16 or fp16; default: the policy's, else fp32.
+            precision: fp32, int8 (on the CPU), bf16 or fp16; default: the policy's, else fp32.
             device: cpu or cuda.
             prefix_cache_bytes: budget for cached prefixes of the target and of model drafters together; 0 turns it off.
             guard: let a controller fall back to plain decoding where it turns out slower; plain, fresh and fixed:K,
                 which are asked for as references, run as they are. The costs that it needs are calibrated in seconds
                 and kept, unless a policy brings those of this engine on this machine.
+            exact: what makes greedy tokens those of plain decoding. `bitwise`: the arithmetic; `guarded`: near-ties are
+                computed anew as plain decoding would; `off`: nothing does, near-ties fall as they fall. Default:
+                bitwise where the runner has it, else guarded in fp32 and off in other precisions, where guarding costs
+                more than drafts gain.
 
         Raises:
             DraftgateError: a subclass that names the cause and the mend.
@@ -94,21 +100,30 @@ class SpeculativeDecoder:
             target = policy.target if policy else DEFAULT_TARGET
         if precision is None:
             precision = policy.precision if policy else DEFAULT_PRECISION
-        loaded = load_model(target, precision, device)
+        loaded = load_model(target, precision, device, exact=exact)
         plans = plan_drafters(list_drafters(drafter, controller), loaded)
         token_bytes = kv_bytes_per_token(loaded.runner)
         capacity = prefix_cache_bytes // (token_bytes + sum(plan.kv_bytes_per_token for plan in plans.values()))
         drafters = {name: plan.build(capacity * plan.kv_bytes_per_token) for name, plan in plans.items()}
+        settled = settle_menu(menu, controller, drafters)
         parts = Parts(
             runner=loaded.runner,
             tokenizer=loaded.tokenizer,
             eos_ids=loaded.eos_ids,
-            menu=settle_menu(menu, controller, drafters),
+            menu=settled,
             drafters=drafters,
             prefix_cache=PrefixCache(capacity * token_bytes, token_bytes),
+            rounding=settle_rounding(exact, loaded, settled),
         )
         plain = make_controller("plain", parts.menu)
         return cls(parts, plain, loaded).with_controller(controller, guard)
+
+    @property
+    def exact(self) -> str:
+        """The mode that this engine runs in: bitwise, guarded or off."""
+        if self.parts.runner.bitwise:
+            return "bitwise"
+        return "guarded" if self.parts.rounding else "off"
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -198,9 +213,8 @@ class SpeculativeDecoder:
 
     def costs(self) -> CostTable:
         """The calibrated costs of this engine on this machine: measured in seconds, then kept in the cache folder."""
-        parts = self.parts
-        engine = engine_line(self.target, parts.drafters)
-        return cached_costs(engine, parts.runner, parts.drafters, parts.menu.lengths, self.target.device)
+        engine = engine_line(self.target, self.parts.drafters)
+        return cached_costs(engine, self.parts, self.target.device)
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
@@ -223,7 +237,7 @@ class SpeculativeDecoder:
         """The controller itself, and the costs of this engine where it needed them."""
         menu = self.parts.menu
         if isinstance(controller, str):
-            return make_controller(controller, menu), None
+            return make_controller(controller, menu, self.costs), None
         if not isinstance(controller, Policy):
             return completed(controller), None
         if controller.menu != menu:

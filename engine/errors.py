@@ -54,6 +54,10 @@ class PolicyError(DraftgateError, ValueError):
     """A policy that is missing, truncated, altered, or made for another schema or menu."""
 
 
+class TraceError(DraftgateError, ValueError):
+    """Recorded traces that are missing, truncated, altered, or of another version."""
+
+
 class NumericalError(DraftgateError, ArithmeticError):
     """Logits of the target that are not finite."""
 

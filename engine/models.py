@@ -21,9 +21,10 @@ from engine.errors import (
     UnsupportedModelError,
     first_line,
 )
+from engine.exactness import check_exact, settle_exact
 from engine.gguf import BUNDLED, bundled_file, converted_folder
-from engine.kernels.packed import can_pack, pack_linears
 from engine.runner import HFRunner, Runner
+from engine.static_runner import static_or_plain
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -41,33 +42,43 @@ class LoadedModel:
     digest: str
 
 
-def load_model(name: str, precision: str = "fp32", device: str = "cpu", packed: bool = True) -> LoadedModel:
+def load_model(
+    name: str, precision: str = "fp32", device: str = "cpu", packed: bool = True, exact: str | None = None
+) -> LoadedModel:
     """Load a causal LM: a bundled name (`smollm2-135m`), a Hugging Face folder, a `.gguf` file, or a hub id.
 
     Args:
         name: what to load.
         precision: fp32, bf16, fp16, or int8 (on the CPU).
         device: cpu, or cuda with an optional index.
-        packed: prepack fp32 linear layers on the CPU, which makes verification cheap; same results up to rounding.
+        packed: fp32 on the CPU runs on packed weights, which makes steps and verification cheap; same results up to
+            rounding. Without, it is transformers' own model. int8 is always packed.
+        exact: `bitwise` demands a runner that computes a row to the same bits in whatever pass; `guarded` and `off`
+            take transformers' own passes in fp32. None takes the fastest runner.
 
     Raises:
-        ModelNotFoundError, ModelFileError, UnsupportedModelError, DeviceError: each with its mend.
+        ModelNotFoundError, ModelFileError, UnsupportedModelError, DeviceError, SettingError: each with its mend.
     """
+    check_exact(exact)
     _check_precision(precision, device)
     _check_device(device)
 
     def load(folder: str) -> LoadedModel:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        if precision == "int8":
-            from engine.int8_models import int8_runner  # brings numba, which takes a second to import
+        if precision == "int8" or (precision == "fp32" and device == "cpu" and packed):
+            from engine.lean_models import packed_runner  # brings numba, which takes a second to import
 
-            runner, generation = int8_runner(folder)
+            runner, generation = packed_runner(
+                folder, precision, lean=precision == "int8" or exact in (None, "bitwise")
+            )
         else:
-            runner, generation = _plain_runner(folder, DTYPES[precision], device, packed)
+            runner, generation = _plain_runner(folder, DTYPES[precision], device, exact)
         eos_ids = _eos_ids(generation, tokenizer)
         return LoadedModel(name, precision, device, runner, tokenizer, eos_ids, model_digest(name, folder))
 
-    return _read(name, load)
+    loaded = _read(name, load)
+    settle_exact(exact, loaded.runner, precision)
+    return loaded
 
 
 def model_digest(name: str, folder: str) -> str:
@@ -171,13 +182,12 @@ def _unreadable(folder: str, error: Exception) -> ModelFileError:
     return ModelFileError(f"the model in {folder} cannot be read ({first_line(error)}); fetch it again")
 
 
-def _plain_runner(folder: str, dtype: torch.dtype, device: str, packed: bool) -> tuple[Runner, Any]:
+def _plain_runner(folder: str, dtype: torch.dtype, device: str, exact: str | None) -> tuple[Runner, Any]:
     """A runner over transformers' own model, and the model's generation config."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True)
     model.to(device)
-    if packed and dtype == torch.float32 and device == "cpu" and can_pack():
-        pack_linears(model)
-    return HFRunner(model), model.generation_config
+    runner = HFRunner(model) if device == "cpu" else static_or_plain(model, exact)
+    return runner, model.generation_config
 
 
 def _eos_ids(generation: Any, tokenizer: Any) -> frozenset[int]:

@@ -52,7 +52,11 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Totals over steps, named as in vLLM's metrics. Rates are NaN-free: 0 where nothing was drafted."""
+    """Totals over steps, named as in vLLM's metrics. Rates are NaN-free: 0 where nothing was drafted.
+
+    `num_guard_steps` were taken plain by the guard, for speed. `num_guarded_rows` were computed anew as plain decoding
+    would, because their two top logits were nearly tied (exact="guarded").
+    """
 
     num_steps: int = 0
     num_drafts: int = 0
@@ -63,6 +67,7 @@ class Counters:
     num_cached_tokens: int = 0
     num_drafter_failures: int = 0
     num_guard_steps: int = 0
+    num_guarded_rows: int = 0
 
     @property
     def acceptance_rate(self) -> float:

@@ -20,6 +20,8 @@ class Runner(Protocol):
 
     vocab_size: int
     max_context: int
+    bitwise: bool
+    """Whether a row's logits, keys and values are the same bits however rows are grouped into passes."""
 
     def new_buffer(self) -> KVBuffer: ...
 
@@ -37,6 +39,8 @@ class HFRunner:
 
     A pass that raises leaves `buffer` as it was before.
     """
+
+    bitwise = False
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model.eval()

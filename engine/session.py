@@ -14,11 +14,13 @@ from torch import Tensor
 from engine.drafters.base import Drafter
 from engine.drafting import Drafting
 from engine.errors import MenuError, first_line
+from engine.exactness import NearTies
 from engine.menu import Action, Menu
 from engine.observation import Observation
 from engine.prefix_cache import PrefixCache
 from engine.request import Request
 from engine.results import Counters, FinishReason, Generation, StepRecord, count_steps
+from engine.rounding import Rounding
 from engine.runner import Runner
 from engine.sampling import certainty, seeded_generator
 from engine.text import Detokenizer
@@ -37,6 +39,7 @@ class Parts:
     menu: Menu
     drafters: Mapping[str, Drafter]
     prefix_cache: PrefixCache
+    rounding: Rounding | None = None  # None: near-ties need no care (bitwise), or get none (off)
 
 
 class Session:
@@ -62,10 +65,12 @@ class Session:
         self._match = parts.prefix_cache.match(request.tokens, request.salt).truncated(len(request.tokens) - 1)
         parts.prefix_cache.lock(self._match)
         self._locked = True
-        self._newest_logits: Tensor | None = None
+        self.newest_logits: Tensor | None = None  # [vocab], which the newest token was chosen from
         self._acceptance_short = self._acceptance_long = 0.5
         self._last_drafting: tuple[int, int] = (0, 0)
         self._drafting = Drafting(parts.drafters, self.tokens, request, parts.runner.vocab_size)
+        rounding = parts.rounding if request.sampling.greedy else None
+        self._near_ties = NearTies(rounding, parts.runner, self._buffer, self.tokens)
         self._setup_seconds = time.perf_counter() - started
 
     # -- before a step ------------------------------------------------------------------------------------------
@@ -90,7 +95,7 @@ class Session:
 
     def observe(self) -> Observation:
         """What is known before the next step. It mutates nothing."""
-        top_probability, entropy = certainty(self._newest_logits)
+        top_probability, entropy = certainty(self.newest_logits)
         return Observation(
             prefill_pending=not self.steps,
             prompt_tokens=len(self._request.tokens),
@@ -133,6 +138,7 @@ class Session:
         logits = self._parts.runner.forward(rows, self._buffer, len(draft.tokens) + 1)
         try:
             verdict = verify(logits, draft, self._request.sampling, self._generator)
+            logits, verdict = self._near_ties.settle(len(rows), draft, logits, verdict)
         except BaseException:
             self._buffer.truncate(held)
             raise
@@ -141,7 +147,7 @@ class Session:
         verified = len(self.tokens) + verdict.accepted
         committed = self._commit([*draft.tokens[: verdict.accepted], verdict.token])
         self._buffer.truncate(min(verified, len(self.tokens)))
-        self._newest_logits = logits[verdict.accepted]
+        self.newest_logits = logits[verdict.accepted]
         accepted = min(verdict.accepted, len(committed))
         self._remember(len(draft.tokens), accepted)
         setup = self._setup_seconds if first else 0.0
@@ -178,7 +184,8 @@ class Session:
         self._locked = False
         try:
             self._parts.prefix_cache.unlock(self._match)
-            held = min(self._buffer.length, len(self.tokens))
+            # Not the newest token, which is held only where it was drafted: what is kept must not depend on drafts.
+            held = min(self._buffer.length, len(self.tokens) - 1)
             self._parts.prefix_cache.insert(self.tokens[:held], self._buffer, self._request.salt)
         except Exception as error:
             warnings.warn(f"the prefix was not kept ({first_line(error)})", RuntimeWarning, stacklevel=2)
@@ -211,6 +218,7 @@ class Session:
             num_prompt_tokens=len(self._request.tokens),
             num_drafter_failures=self._drafting.failures,
             num_guard_steps=self.guard_steps,
+            num_guarded_rows=self._near_ties.count,
         )
 
     # -- parts of a step ----------------------------------------------------------------------------------------

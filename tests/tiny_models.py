@@ -223,7 +223,7 @@ class WatchedRunner:
 
     def __init__(self, runner: Runner) -> None:
         self.inner = runner
-        self.vocab_size, self.max_context = runner.vocab_size, runner.max_context
+        self.vocab_size, self.max_context, self.bitwise = runner.vocab_size, runner.max_context, runner.bitwise
         self.passes: list[int] = []  # rows
         self.error: BaseException | None = None  # raised by the next pass
         self.poison = 0  # how many of the next passes return NaN
@@ -255,6 +255,8 @@ class TableRunner:
 
     The buffer holds the token ids themselves as keys, so a stale or missing row gives wrong logits.
     """
+
+    bitwise = True
 
     def __init__(self, vocab: int = 16, seed: int = 0, scale: float = 1.5, max_context: int = 64) -> None:
         self.vocab_size, self.max_context = vocab, max_context
