@@ -5,44 +5,45 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from typing import Any
 
 import numpy as np
-import torch
 
+from engine.bookkeeping import Bookkeeping, time_bookkeeping
 from engine.costs import CostTable, machine_fingerprint
-from engine.drafters.base import Draft, Drafter
 from engine.errors import StorageError
-from engine.runner import Runner
-from engine.sampling import GREEDY
+from engine.session import Parts
+from engine.stopwatch import interval, time_draft, time_passes, time_reading
 from engine.storage import cache_folder, write_json
-from engine.verify import verify
 
 CONTEXTS = (128, 768)  # tokens already in the buffer when a step is timed
+READINGS = (16, 64, 256, 768)  # prompt tokens
 ROUNDS = 9
-PREFILLS = 3  # timed at each context
-FORMAT_VERSION = 2  # of the files kept
+READING_ROUNDS = 6
+EVERY_LENGTH = 8  # draft lengths up to this are timed also where the menu lacks them: a drafter may propose fewer
+NOISY = 0.15  # a spread of the plain step's times beyond this is warned of
+FORMAT_VERSION = 3  # of the files kept
 
 
-def cached_costs(
-    engine: str, runner: Runner, drafters: Mapping[str, Drafter], lengths: Sequence[int], device: str = "cpu"
-) -> CostTable:
+def cached_costs(engine: str, parts: Parts, device: str = "cpu") -> CostTable:
     """The cost table of an engine on this machine, from the cache folder, or measured now and kept there.
 
     `engine` names in one line what the costs depend on besides the machine: the target, its precision, the drafters.
     A table that cannot be kept is used all the same, with a warning.
     """
     machine = machine_fingerprint(device)
-    key = json.dumps([FORMAT_VERSION, engine, machine, sorted(drafters), sorted(set(lengths)), CONTEXTS, ROUNDS])
+    measured = [CONTEXTS, READINGS, ROUNDS]
+    key = json.dumps([FORMAT_VERSION, engine, machine, sorted(parts.drafters), list(parts.menu.lengths), measured])
     path = cache_folder() / "costs" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
     try:
         return CostTable.from_json(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass  # never measured, damaged, or by a version that wrote another form
     print("draftgate: calibrating costs on this machine", file=sys.stderr, flush=True)
-    costs = calibrate(runner, drafters, lengths, machine=machine, engine=engine)
+    costs = calibrate(parts, machine=machine, engine=engine)
     try:
         write_json(path, costs.to_json())
     except StorageError as error:
@@ -51,87 +52,76 @@ def cached_costs(
 
 
 def calibrate(
-    runner: Runner,
-    drafters: Mapping[str, Drafter],
-    lengths: Sequence[int],
+    parts: Parts,
     contexts: Sequence[int] = CONTEXTS,
     rounds: int = ROUNDS,
     machine: str = "",
     engine: str = "",
 ) -> CostTable:
-    """Measure the cost table of a runner and its drafters, in seconds of work.
-
-    Warm-up first; then rounds in which every option runs once, so that drift of the machine touches all alike."""
-    contexts = tuple(sorted({max(1, min(c, runner.max_context - max(lengths, default=0) - 2)) for c in contexts}))
-    options = (0, *sorted(set(lengths) - {0}))
-    verify_times: dict[int, list[float]] = {k: [] for k in options}
-    prefill: list[float] = []
-    plain_samples: list[np.ndarray] = []
-    for context in contexts:
-        samples, prefill_seconds = _time_context(runner, options, context, rounds)
-        prefill.append(prefill_seconds / context)
-        plain_samples.append(samples[0] / np.median(samples[0]))
-        for k in options:
-            verify_times[k].append(float(np.median(samples[k])))
-    low, high = np.percentile(np.concatenate(plain_samples), [25, 75])
+    """Measure the cost table of an engine's menu, in seconds of work, with an interval for each figure."""
+    longest = max(parts.menu.lengths, default=0)
+    contexts = _within(contexts, parts.runner.max_context - longest - 2)
+    samples = _measure(parts, contexts, rounds)
+    middle = {name: float(np.median(times)) for name, times in samples.items()}
+    reading = dict(
+        sorted((int(name.rpartition(".")[2]), middle[name]) for name in samples if name.startswith("reading"))
+    )
+    figures: dict[str, Any] = {name: middle[name] for name in _BOOKKEEPING}
+    figures |= {what: {name: middle[f"{what}.{name}"] for name in parts.drafters} for what in _DRAFTING}
     return CostTable(
         contexts=contexts,
-        verify={k: tuple(times) for k, times in verify_times.items()},
-        spread=float(high - low) / 2,
-        draft={name: _time_draft(runner, drafter, max(options), rounds) for name, drafter in drafters.items()},
-        prefill=float(np.median(prefill)),
+        verify={k: tuple(middle[f"verify.{k}.{context}"] for context in contexts) for k in _options(parts)},
+        spread=_spread([samples[f"verify.0.{context}"] for context in contexts]),
+        prefill=float(np.median([seconds / tokens for tokens, seconds in reading.items()])),
         machine=machine or machine_fingerprint(),
         engine=engine,
+        reading=dict(zip(reading, np.maximum.accumulate(list(reading.values())).tolist())),
+        intervals={name: interval(times) for name, times in samples.items()},
+        **figures,
     )
 
 
-def _time_context(
-    runner: Runner, options: Sequence[int], context: int, rounds: int
-) -> tuple[dict[int, np.ndarray], float]:
-    """Seconds of each option at one context (`[rounds]` each), and of the prefill that led there."""
-    prompt = calibration_tokens(runner.vocab_size, context + max(options) + 1)
-    buffer = runner.new_buffer()
-    prefills = []
-    for _ in range(1 + PREFILLS):
-        buffer.truncate(0)
-        started = _now(runner)
-        runner.forward(prompt[:context], buffer, 1)
-        prefills.append(_now(runner) - started)
-    generator = torch.Generator()
-    times: dict[int, list[float]] = {k: [] for k in options}
-    for turn in range(rounds + 1):
-        for k in options:
-            rows = prompt[context : context + k + 1]
-            started = _now(runner)
-            logits = runner.forward(rows, buffer, k + 1)
-            verify(logits, Draft(rows[1:], [1.0] * k), GREEDY, generator)
-            if turn > 0:  # the first turn warms up
-                times[k].append(_now(runner) - started)
-            buffer.truncate(context)
-    return {k: np.array(seconds) for k, seconds in times.items()}, float(np.median(prefills[1:]))  # the first warms up
+def noise_warning(costs: CostTable) -> str | None:
+    """One line for people where the machine was too noisy for the costs to be trusted, else None."""
+    if costs.spread <= NOISY:
+        return None
+    found = f"the times of a plain step spread by {costs.spread:.0%} here, beyond {NOISY:.0%}"
+    return f"{found}: these costs are not to be trusted; stop what else runs and calibrate anew"
 
 
-def _time_draft(runner: Runner, drafter: Drafter, k: int, rounds: int) -> float:
-    """Median seconds of one drafted token: a text that repeats, so that every drafter has something to propose."""
-    if k == 0:
-        return 0.0
-    tokens = calibration_tokens(runner.vocab_size, 64) * 2
-    seconds: list[float] = []
-    state = drafter.begin(tokens, salt="calibration")
-    state.propose(tokens, k)
-    for _ in range(rounds):
-        tokens.append(tokens[-64])
-        started = _now(runner)
-        draft = state.propose(tokens, k)
-        seconds.append((_now(runner) - started) / max(1, len(draft.tokens)))
-    return float(np.median(seconds))
+_DRAFTING = ("draft", "draft_call", "draft_read")
+_BOOKKEEPING = tuple(field.name for field in fields(Bookkeeping))
 
 
-def calibration_tokens(vocab_size: int, count: int) -> list[int]:
-    """Token ids to time passes on: what they say does not change the time."""
-    return [int(token) for token in np.random.default_rng(0).integers(0, vocab_size, count)]
+def _measure(parts: Parts, contexts: Sequence[int], rounds: int) -> dict[str, np.ndarray]:
+    """Seconds of each figure, one a round; named as in `CostTable.intervals`."""
+    runner, longest = parts.runner, max(parts.menu.lengths, default=0)
+    samples: dict[str, np.ndarray] = {}
+    for context in contexts:
+        passes = time_passes(runner, _options(parts), context, rounds)
+        samples |= {f"verify.{k}.{context}": times for k, times in passes.items()}
+    plain = [float(np.median(samples[f"verify.0.{context}"])) for context in contexts]
+    lengths = _within(READINGS, runner.max_context - 2)
+    for tokens, times in time_reading(runner, lengths, READING_ROUNDS).items():
+        samples[f"reading.{tokens}"] = np.maximum(0.0, times - np.interp(tokens, contexts, plain))
+    for name, drafter in parts.drafters.items():
+        figures = time_draft(runner, drafter, longest, rounds)
+        samples |= {f"{what}.{name}": times for what, times in zip(_DRAFTING, figures)}
+    return samples | {name: np.array(times) for name, times in asdict(time_bookkeeping(parts)).items()}
 
 
-def _now(runner: Runner) -> float:
-    runner.synchronize()
-    return time.perf_counter()
+def _options(parts: Parts) -> tuple[int, ...]:
+    """The draft lengths that are timed, the plain step among them."""
+    lengths = parts.menu.lengths
+    return (0, *sorted({*lengths, *range(1, min(max(lengths, default=0), EVERY_LENGTH) + 1)}))
+
+
+def _within(counts: Sequence[int], most: int) -> tuple[int, ...]:
+    """The counts in ascending order, each once, none beyond what the context window leaves."""
+    return tuple(sorted({max(1, min(count, most)) for count in counts}))
+
+
+def _spread(plain: Sequence[np.ndarray]) -> float:
+    """Relative half-width of the middle half of plain steps' times."""
+    low, high = np.percentile(np.concatenate([times / np.median(times) for times in plain]), [25, 75])
+    return float(high - low) / 2

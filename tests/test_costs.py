@@ -11,19 +11,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import FunctionDrafter, load_tiny, tiny_decoder, tiny_model_drafter
+from tiny_models import FunctionDrafter, load_tiny, make_parts, tiny_decoder, tiny_model_drafter
 
-from engine import calibration
+from engine import bookkeeping, calibration, session, stopwatch
 from engine.assembly import engine_line
-from engine.calibration import cached_costs, calibrate, calibration_tokens
+from engine.bookkeeping import Bookkeeping, time_bookkeeping
+from engine.calibration import cached_costs, calibrate, noise_warning
 from engine.cells import Cells
 from engine.controllers import FixedController
-from engine.costs import CostTable, machine_fingerprint
+from engine.costs import THREADS, CostTable, machine_fingerprint
 from engine.drafters import NGramDrafter
 from engine.drafters.base import Draft
+from engine.menu import default_menu
 from engine.observation import ObservationSchema
 from engine.policy import Policy
 from engine.policy_heads import TableHead
+from engine.prefix_cache import PrefixCache
+from engine.stopwatch import calibration_tokens, interval, time_draft, time_passes, time_reading
 
 TABLE = CostTable((100, 300), {0: (1.0, 3.0), 4: (1.5, 6.0)}, 0.1, {"a": 0.5}, 0.25, "m", "e")
 
@@ -59,8 +63,9 @@ def test_covers() -> None:
 
 
 def test_json_round_trip() -> None:
-    text = json.dumps(TABLE.to_json(), allow_nan=False)
-    assert CostTable.from_json(json.loads(text)) == TABLE
+    for table in (TABLE, replace(WHOLE, intervals={"overhead": (0.01, 0.02)})):
+        text = json.dumps(table.to_json(), allow_nan=False)
+        assert CostTable.from_json(json.loads(text)) == table
 
 
 def change(**fields: Any) -> dict[str, Any]:
@@ -90,6 +95,14 @@ BROKEN: list[Any] = [
     change(prefill=None),
     change(prefill=-1),
     {name: value for name, value in TABLE.to_json().items() if name != "engine"},
+    change(overhead=-1.0),
+    change(observe=float("nan")),
+    change(draft_call={"a": float("inf")}),
+    change(draft_read={"a": -1}),
+    change(reading={"20": 1.0, "10": 2.0}),
+    change(reading={"0": 1.0}),
+    change(reading=[1.0]),
+    change(intervals={"prefill": [1.0]}),
 ]
 
 
@@ -101,7 +114,7 @@ def test_a_damaged_document_is_refused(document: Any) -> None:
 
 def test_fingerprint_tells_threads_apart() -> None:
     line = machine_fingerprint()
-    assert f"{torch.get_num_threads()} threads" in line
+    assert f"{THREADS} threads" in line
     assert line.endswith(f"torch {torch.__version__}")
     assert "\n" not in line
     assert machine_fingerprint() == line
@@ -113,15 +126,14 @@ def test_fingerprint_tells_threads_apart() -> None:
 class Bench:
     """A runner, a drafter and a clock: each pass takes as long as `seconds(context, rows, turn)` says."""
 
-    vocab_size, max_context = 50, 2000
+    vocab_size, max_context, bitwise = 50, 2000, True
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         self.turns: dict[tuple[int, int], int] = {}
         self.passes: list[tuple[int, int, int]] = []  # context, rows, num_logits
         self.synchronized = 0
-        self.drafts: list[int] = []
-        monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(stopwatch, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
     def new_buffer(self) -> Any:
         buffer = SimpleNamespace(length=0)
@@ -137,46 +149,24 @@ class Bench:
         return torch.zeros(num_logits, self.vocab_size)
 
     def seconds(self, context: int, rows: int, turn: int) -> float:
-        """0.5 a prefill token in the median; rows * context / 64 a step, in steps of 1/64, but for a slow first."""
-        if context == 0:
-            return (1e6, 0.5, 9.0, 0.25)[turn] * rows
-        return 1e6 if turn == 0 else rows * context / 64 + (turn - 5) / 64
+        """Of prompts 1/8 a row; of steps rows * context / 64 in the median, in steps of 1/64; a first one is slow."""
+        if turn == 0:
+            return 1e6
+        return rows / 8 + (turn - 3.5) / 64 if context == 0 else rows * context / 64 + (turn - 5) / 64
 
     def synchronize(self) -> None:
         self.synchronized += 1
 
-    def begin(self, tokens: list[int], salt: str = "") -> FunctionDrafter:
-        def propose(tokens: list[int], k: int, sampling: Any) -> Draft:
-            self.drafts.append(k)
-            self.now += 1e6 if len(self.drafts) == 1 else len(self.drafts) / 8
-            return Draft([1] * 3, [1.0] * 3)
 
-        return FunctionDrafter(propose)
-
-
-def test_known_times_give_known_medians(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_passes_give_known_times(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch)
-    costs = calibrate(bench, {"d": bench}, [4, 0, 2, 4], contexts=(128, 64), rounds=9, machine="bench", engine="tiny")
-    assert costs.contexts == (64, 128)
+    times = time_passes(bench, (0, 2, 4), 64, 9)
     # Rounds 1 to 9 have their median at 5; the warm-up of 1e6 seconds is not among them.
-    assert costs.verify == {0: (1.0, 2.0), 2: (3.0, 6.0), 4: (5.0, 10.0)}
-    assert costs.prefill == 0.5
-    assert (costs.machine, costs.engine) == ("bench", "tiny")
-    # Plain times over their median: 1 + (t - 5) / 64 and 1 + (t - 5) / 128; half of what the middle half spans.
-    relative = np.array([1 + (t - 5) / 64 / m for m in (1, 2) for t in range(1, 10)])
-    low, high = np.percentile(relative, [25, 75])
-    assert costs.spread == pytest.approx((high - low) / 2)
-    # Calls 2 to 10 take 2/8 to 10/8 seconds for 3 tokens each: the median call is the sixth.
-    assert costs.draft == {"d": pytest.approx(6 / 8 / 3)}
-    assert bench.drafts == [4] * 10
-    assert bench.synchronized > 2 * 2 * 3 * 9
-
-
-def test_options_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(monkeypatch)
-    calibrate(bench, {}, [4, 2], contexts=(64,), rounds=3)
-    assert bench.passes[:4] == [(0, 64, 1)] * 4
-    assert bench.passes[4:] == [(64, 1, 1), (64, 3, 3), (64, 5, 5)] * 4
+    for k, expected in [(0, 1.0), (2, 3.0), (4, 5.0)]:
+        np.testing.assert_allclose(times[k], expected + (np.arange(1, 10) - 5) / 64)
+    assert bench.passes[0] == (0, 64, 1)
+    assert bench.passes[1:] == [(64, 1, 1), (64, 3, 3), (64, 5, 5)] * 10
+    assert bench.synchronized > 2 * 3 * 9
 
 
 def test_drift_of_the_machine_touches_all_options_alike(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,43 +174,254 @@ def test_drift_of_the_machine_touches_all_options_alike(monkeypatch: pytest.Monk
         def seconds(self, context: int, rows: int, turn: int) -> float:
             return (1 + turn) * (1 + rows / 10)  # each round slower than the one before
 
-    costs = calibrate(Slowing(monkeypatch), {}, [2, 8], contexts=(64,), rounds=9)
-    assert costs.verify_ratio(2) == pytest.approx(1.3 / 1.1)
-    assert costs.verify_ratio(8) == pytest.approx(1.9 / 1.1)
+    times = {k: np.median(seconds) for k, seconds in time_passes(Slowing(monkeypatch), (0, 2, 8), 64, 9).items()}
+    assert times[2] / times[0] == pytest.approx(1.3 / 1.1)
+    assert times[8] / times[0] == pytest.approx(1.9 / 1.1)
 
 
-def test_contexts_stay_within_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_are_timed_from_an_empty_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch)
-    bench.max_context = 100
-    costs = calibrate(bench, {}, [8], contexts=(64, 768, 900), rounds=1)
-    assert costs.contexts == (64, 90)
-    assert max(context + rows for context, rows, _ in bench.passes) <= 100
+    times = time_reading(bench, (15, 7), 6)
+    np.testing.assert_allclose(times[15], 2.0 + (np.arange(1, 7) - 3.5) / 64)
+    np.testing.assert_allclose(times[7], 1.0 + (np.arange(1, 7) - 3.5) / 64)
+    assert bench.passes == [(0, 16, 1)] * 7 + [(0, 8, 1)] * 7
+    monkeypatch.setattr(stopwatch, "LONGEST_PASS", 1.5)
+    assert list(time_reading(Bench(monkeypatch), (7, 15, 31), 2)) == [7, 15]  # 31 would take too long
 
 
-def test_without_lengths_only_the_plain_step_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+class TimedDrafter:
+    """Takes `call + tokens * each`, reads at `read` a token first, and goes by the bench's clock."""
+
+    name = "timed"
+
+    def __init__(self, bench: Bench, call: float, each: float, read: float, most: int = 99) -> None:
+        self.bench, self.call, self.each, self.read, self.most = bench, call, each, read, most
+        self.begun = 0
+
+    def begin(self, tokens: list[int], salt: str = "") -> FunctionDrafter:
+        assert salt == "calibration"
+        self.begun += 1
+        known = 0
+
+        def propose(tokens: list[int], k: int, sampling: Any) -> Draft:
+            nonlocal known
+            count = min(k, self.most)
+            self.bench.now += self.call + count * self.each + (self.read * len(tokens) if not known else 0.0)
+            known = len(tokens)
+            return Draft([1] * count, [1.0] * count)
+
+        return FunctionDrafter(propose)
+
+
+def test_a_draft_has_a_fixed_part_a_part_a_token_and_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch)
-    costs = calibrate(bench, {"d": bench}, [], contexts=(64,), rounds=2)
-    assert set(costs.verify) == {0}
-    assert costs.draft == {"d": 0.0}
+    token, call, read = time_draft(bench, TimedDrafter(bench, 0.5, 0.25, 0.125), 8, 5)
+    np.testing.assert_allclose(token, 0.25)
+    np.testing.assert_allclose(call, 0.5)
+    np.testing.assert_allclose(read, 0.125)
+    # Alone, one token cannot be told from the call; nor where a drafter never gives more.
+    for k, most in [(1, 99), (8, 1)]:
+        bench = Bench(monkeypatch)
+        token, call, _ = time_draft(bench, TimedDrafter(bench, 0.5, 0.25, 0.125, most), k, 5)
+        np.testing.assert_allclose(token, 0.75)
+        np.testing.assert_allclose(call, 0.0)
+    assert [times.tolist() for times in time_draft(bench, TimedDrafter(bench, 1, 1, 1), 0, 3)] == [[0.0] * 3] * 3
+
+
+@pytest.mark.parametrize(
+    ("count", "first", "last"), [(1, 0, 0), (5, 0, 4), (6, 0, 5), (8, 0, 7), (9, 1, 7), (20, 5, 14)]
+)
+def test_intervals_are_order_statistics(count: int, first: int, last: int) -> None:
+    """The places that tables of the sign test's intervals give for 95 %."""
+    times = np.random.default_rng(0).permutation(count) / 1.0
+    assert interval(times) == (first, last)
+
+
+def test_intervals_cover_the_median_as_often_as_they_say() -> None:
+    """4,000 samples of 9: at least 95 % hold the median; three standard errors below that are seen once in 700."""
+    samples = np.random.default_rng(0).exponential(size=(4000, 9))
+    held = [low <= np.log(2) <= high for low, high in map(interval, samples)]
+    assert np.mean(held) > 0.95 - 3 * np.sqrt(0.95 * 0.05 / 4000)
+    assert np.mean(held) < 0.985  # and are no wider than they need be
 
 
 def test_calibration_tokens_are_the_same_everywhere() -> None:
     tokens = calibration_tokens(270, 500)
     assert tokens == calibration_tokens(270, 500)
+    assert tokens != calibration_tokens(270, 500, seed=1)
     assert (min(tokens) >= 0, max(tokens) < 270, len(set(tokens)) > 100) == (True, True, True)
+
+
+# -- a whole table ------------------------------------------------------------------------------------------------
+
+
+def made_of(monkeypatch: pytest.MonkeyPatch, parts: Any, **settings: Any) -> CostTable:
+    """Calibrates with known measurements in place of the clock."""
+
+    def passes(runner: Any, options: Any, context: int, rounds: int) -> dict[int, np.ndarray]:
+        return {k: context * (k + 1) * np.array([0.9, 1.0, 1.1]) for k in options}
+
+    def reading(runner: Any, lengths: Any, rounds: int) -> dict[int, np.ndarray]:
+        return {n: np.array([n * 1.0, n * 3.0, n * 2.0 + 64]) for n in lengths}
+
+    book = Bookkeeping([1.0, 3.0, 2.0], [0.5], [0.25], [4.0], [0.125], [0.0625])
+    monkeypatch.setattr(calibration, "time_passes", passes)
+    monkeypatch.setattr(calibration, "time_reading", reading)
+    monkeypatch.setattr(calibration, "time_draft", lambda *_: tuple(np.array([x]) for x in (0.3, 0.2, 0.1)))
+    monkeypatch.setattr(calibration, "time_bookkeeping", lambda parts: book)
+    return calibrate(parts, **settings)
+
+
+def test_medians_and_intervals_of_every_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = make_parts(load_tiny("llama"), [NGramDrafter()], "reuse/0,reuse/2,reuse/10")
+    costs = made_of(monkeypatch, parts, contexts=(128, 64), machine="bench", engine="tiny")
+    assert costs.contexts == (64, 128)
+    options = (0, *range(1, 9), 10)  # all up to 8, since a drafter may propose fewer than it is asked for
+    assert costs.verify == {k: (64.0 * (k + 1), 128.0 * (k + 1)) for k in options}
+    assert costs.spread == pytest.approx(0.075)  # the quartiles of 0.9, 0.9, 1, 1, 1.1, 1.1 are 0.925 and 1.075
+    assert (costs.machine, costs.engine) == ("bench", "tiny")
+    figures = (costs.draft, costs.draft_call, costs.draft_read)
+    assert figures == ({"ngram": 0.3}, {"ngram": 0.2}, {"ngram": 0.1})
+    book = [getattr(costs, name) for name in ("overhead", "commit", "observe", "setup", "setup_token", "restore")]
+    assert book == [2.0, 0.5, 0.25, 4.0, 0.125, 0.0625]
+    # What a prompt adds to a plain step at its length: 16, 64, 256 and 510 tokens in a window of 512.
+    plain = {16: 64, 64: 64, 256: 128, 510: 128}
+    assert costs.reading == {n: max(0.0, min(2 * n + 64, 3 * n) - p) for n, p in plain.items()}
+    assert costs.prefill == np.median([seconds / n for n, seconds in costs.reading.items()])
+    assert costs.intervals["verify.2.64"] == pytest.approx((3 * 64 * 0.9, 3 * 64 * 1.1))
+    assert costs.intervals["overhead"] == (1.0, 3.0)
+    assert {"draft.ngram", "draft_call.ngram", "draft_read.ngram", "reading.256", "restore"} <= set(costs.intervals)
+
+
+def test_contexts_stay_within_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = make_parts(load_tiny("llama"), [NGramDrafter()], "reuse/0,reuse/8")
+    assert made_of(monkeypatch, parts, contexts=(64, 9999, 900)).contexts == (64, 502)
+
+
+def test_without_lengths_only_the_plain_step_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = make_parts(load_tiny("llama"), [], "reuse/0")
+    costs = made_of(monkeypatch, parts)
+    assert set(costs.verify) == {0}
+    assert costs.draft == {}
+
+
+def test_noise_is_warned_of() -> None:
+    assert noise_warning(replace(TABLE, spread=calibration.NOISY)) is None
+    line = noise_warning(replace(TABLE, spread=0.2))
+    assert line is not None
+    assert line.startswith(
+        "the times of a plain step spread by 20% here, beyond 15%: these costs are not to be trusted"
+    )
 
 
 def test_a_tiny_model_has_positive_times_everywhere() -> None:
     loaded = load_tiny("llama")
-    drafters = {"ngram": NGramDrafter(), "model": tiny_model_drafter(loaded)}
-    costs = calibrate(loaded.runner, drafters, [1, 3, 8], contexts=(16, 9999), rounds=3)
+    drafters = [NGramDrafter(), tiny_model_drafter(loaded)]
+    parts = make_parts(loaded, drafters, "reuse/0,reuse/1,reuse/3,reuse/model/8")
+    costs = calibrate(parts, contexts=(16, 9999), rounds=3)
     assert costs.contexts == (16, 502)
-    assert set(costs.verify) == {0, 1, 3, 8}
+    assert set(costs.verify) == set(range(9))
     assert all(len(times) == 2 and min(times) > 0 for times in costs.verify.values())
     assert set(costs.draft) == {"ngram", "model"}
-    assert min(*costs.draft.values(), costs.prefill) > 0
-    assert costs.spread >= 0
+    assert costs.draft["model"] > costs.draft["ngram"]
+    assert costs.draft_read["model"] > costs.draft_read["ngram"]
+    assert min(costs.prefill, costs.overhead, costs.observe) > 0
     assert costs.machine == machine_fingerprint()
+    assert CostTable.from_json(json.loads(json.dumps(costs.to_json(), allow_nan=False))) == costs
+    assert parts.prefix_cache.statistics.stored_tokens == 0  # a cache of its own
+
+
+class Clocked:
+    """Parts around a tiny model whose sessions go by a clock that stands still but for what is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        clock = SimpleNamespace(perf_counter=lambda: self.now)
+        monkeypatch.setattr(session, "time", clock)
+        monkeypatch.setattr(bookkeeping, "time", clock)
+        for owner, name, seconds in [
+            (session.Session, "_commit", lambda this, tokens: 1.0 + 0.25 * len(tokens)),
+            (session.Session, "observe", lambda this: 0.5),
+            (PrefixCache, "match", lambda this, tokens, salt: 2.0 + 0.125 * len(tokens)),
+            (PrefixCache, "restore", lambda this, match, buffer: 0.0625 * match.length),
+        ]:
+            monkeypatch.setattr(owner, name, self._slow(getattr(owner, name), seconds))
+
+    def _slow(self, real: Any, seconds: Any) -> Any:
+        def slow(this: Any, *arguments: Any) -> Any:
+            self.now += seconds(this, *arguments)
+            return real(this, *arguments)
+
+        return slow
+
+
+def test_bookkeeping_is_told_apart_on_real_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    Clocked(monkeypatch)
+    book = time_bookkeeping(make_parts(load_tiny("llama"), [NGramDrafter()], "reuse/0,reuse/8"), rounds=2)
+    figures = {name: np.median(getattr(book, name)) for name in vars(book)}
+    assert figures == pytest.approx(
+        {"overhead": 1.25, "commit": 0.25, "observe": 0.5, "setup": 2.0, "setup_token": 0.125, "restore": 0.0625}
+    )
+    assert [len(getattr(book, name)) for name in vars(book) if name != "observe"] == [2] * 5
+
+
+# -- a whole step -------------------------------------------------------------------------------------------------
+
+WHOLE = CostTable(
+    (100, 300),
+    {0: (1.0, 3.0), 2: (2.0, 4.0), 4: (4.0, 6.0)},
+    0.1,
+    {"a": 0.5},
+    0.25,
+    "m",
+    draft_call={"a": 0.125},
+    draft_read={"a": 0.01},
+    reading={10: 1.0, 20: 3.0},
+    overhead=0.03,
+    commit=0.002,
+    observe=0.0005,
+    setup=7.0,
+    setup_token=0.1,
+    restore=0.2,
+)
+
+
+def test_a_step_is_its_pass_its_draft_and_its_bookkeeping() -> None:
+    step = WHOLE.step_seconds(200, 3, "a", drafted=2, read=5)
+    assert step.draft == pytest.approx(0.125 + 2 * 0.5 + 5 * 0.01)
+    assert step.verify == 3.0
+    assert step.overhead == pytest.approx(0.03 + 2 * 0.002 + 0.0005)
+    assert step.total == sum(step)
+    assert WHOLE.step_seconds(100, 1, observed=False) == (0.0, 1.0, pytest.approx(0.03))
+    assert WHOLE.step_seconds(100, 1, "a", drafted=0).draft == 0.125  # asked in vain
+
+
+def test_rows_between_those_measured_are_interpolated() -> None:
+    assert [WHOLE.rows_seconds(k, 100) for k in range(5)] == [1.0, 1.5, 2.0, 3.0, 4.0]
+    assert WHOLE.rows_seconds(3, 200) == 4.0
+    with pytest.raises(KeyError):
+        WHOLE.rows_seconds(5, 100)
+
+
+def test_reading_is_interpolated_and_grows_on_beyond() -> None:
+    assert [WHOLE.reading_seconds(n) for n in (0, 5, 10, 15, 20, 30)] == [0.0, 0.5, 1.0, 2.0, 3.0, 5.0]
+    assert replace(WHOLE, reading={}).reading_seconds(40) == 10.0
+    assert replace(WHOLE, reading={10: 2.0, 20: 2.0}).reading_seconds(99) == 2.0
+
+
+def test_a_first_step_reads_what_was_not_cached() -> None:
+    assert WHOLE.first_seconds(21, 0) == (0.0, 3.0, pytest.approx(7.0 + 2.1))
+    assert WHOLE.first_seconds(21, 10) == (0.0, 2.0, pytest.approx(7.0 + 2.1 + 2.0))
+    assert WHOLE.first_seconds(21, 20).verify == 0.0
+
+
+def test_old_documents_are_read_with_nothing_besides() -> None:
+    new = ("draft_call", "draft_read", "reading", "overhead", "commit", "observe", "setup", "setup_token", "restore")
+    document = {name: value for name, value in WHOLE.to_json().items() if name not in (*new, "intervals")}
+    old = CostTable.from_json(document)
+    assert old == CostTable(WHOLE.contexts, WHOLE.verify, 0.1, WHOLE.draft, 0.25, "m")
+    assert old.step_seconds(100, 3, "a", 2).total == 2.0 + 2 * 0.5
+    assert old.first_seconds(21, 10).total == 2.5
 
 
 # -- kept in the cache folder -------------------------------------------------------------------------------------
@@ -231,8 +432,8 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str,
     """Counts measurements instead of making them; each gives another prefill time."""
     calls: list[tuple[str, ...]] = []
 
-    def fake(runner: Any, drafters: Any, lengths: Any, machine: str = "", engine: str = "") -> CostTable:
-        calls.append(tuple(drafters))
+    def fake(parts: Any, machine: str = "", engine: str = "") -> CostTable:
+        calls.append(tuple(parts.drafters))
         return replace(TABLE, prefill=float(len(calls)), machine=machine, engine=engine)
 
     monkeypatch.setenv("DRAFTGATE_CACHE", str(tmp_path))
@@ -244,10 +445,16 @@ def files(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "costs").iterdir())
 
 
+def some(drafters: str = "a", lengths: str = "24") -> Any:
+    """As much of an engine's parts as a key depends on."""
+    named = dict.fromkeys(drafters)
+    return SimpleNamespace(drafters=named, menu=default_menu(tuple(named), [int(k) for k in lengths]))
+
+
 def test_measured_once(measured: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first = cached_costs("e", None, {"a": None}, [4, 2])
+    first = cached_costs("e", some(lengths="42"))
     assert capsys.readouterr().err == "draftgate: calibrating costs on this machine\n"
-    assert cached_costs("e", None, {"a": None}, [2, 4, 2]) == first
+    assert cached_costs("e", some(lengths="24")) == first
     assert capsys.readouterr().err == ""
     assert len(measured) == len(files(tmp_path)) == 1
 
@@ -255,21 +462,22 @@ def test_measured_once(measured: list[Any], tmp_path: Path, capsys: pytest.Captu
 def test_whatever_costs_depend_on_has_a_file_of_its_own(
     measured: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cached_costs("e", None, {"a": None}, [4])
-    cached_costs("e bf16", None, {"a": None}, [4])
-    cached_costs("e", None, {"b": None}, [4])
-    cached_costs("e", None, {"a": None, "b": None}, [4])
-    cached_costs("e", None, {"b": None, "a": None}, [4])  # as before
-    cached_costs("e", None, {"a": None}, [4, 5])
+    cached_costs("e", some())
+    cached_costs("e bf16", some())
+    cached_costs("e", some("b"))
+    cached_costs("e", some("ab"))
+    cached_costs("e", some("ba"))  # as before
+    cached_costs("e", some(lengths="245"))
     for name, value in [
         ("machine_fingerprint", lambda device: "another machine"),
         ("CONTEXTS", (128, 700)),
+        ("READINGS", (16, 700)),
         ("ROUNDS", 5),
         ("FORMAT_VERSION", 99),
     ]:
         monkeypatch.setattr(calibration, name, value)
-        cached_costs("e", None, {"a": None}, [4])
-    assert len(measured) == len(files(tmp_path)) == 9
+        cached_costs("e", some())
+    assert len(measured) == len(files(tmp_path)) == 10
 
 
 def test_costs_that_cannot_be_kept_are_used_all_the_same(
@@ -278,16 +486,16 @@ def test_costs_that_cannot_be_kept_are_used_all_the_same(
     (tmp_path / "costs").write_text("a file where a folder should be")
     for count in (1, 2):
         with pytest.warns(UserWarning, match="the measured costs are not kept .*cannot write .*costs"):
-            assert cached_costs("e", None, {"a": None}, [4]).prefill == count
+            assert cached_costs("e", some()).prefill == count
     assert len(measured) == 2
 
 
 @pytest.mark.parametrize("text", [b"", b"\xff", b"{", b"[" * 100_000, *(json.dumps(d).encode() for d in BROKEN)])
 def test_a_damaged_file_is_measured_anew(measured: list[Any], tmp_path: Path, text: bytes) -> None:
-    cached_costs("e", None, {"a": None}, [4])
+    cached_costs("e", some())
     files(tmp_path)[0].write_bytes(text)
-    assert cached_costs("e", None, {"a": None}, [4]).prefill == 2.0
-    assert cached_costs("e", None, {"a": None}, [4]).prefill == 2.0
+    assert cached_costs("e", some()).prefill == 2.0
+    assert cached_costs("e", some()).prefill == 2.0
     assert len(measured) == 2
 
 

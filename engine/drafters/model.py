@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ class ModelDrafter:
     prefix_cache: PrefixCache
     vocab_size: int  # the target's: ids beyond it are never drafted, so that q lives on what p can judge
     digest: str = ""  # the model's: its cost depends on it
+    lagging_signal: ClassVar[bool] = True  # a state's signal tells of the place where it last drafted
 
     def begin(self, tokens: list[int], salt: str = "") -> ModelDraftState:
         return ModelDraftState(self, salt)
