@@ -1,132 +1,177 @@
-"""Are the tokens those of plain decoding? Every menu entry on every request, and transformers' `generate` beside it.
+"""Are the tokens those of plain decoding? Random draft lengths, drafters and reuse at every step, on real requests.
 
-Where a run parts from its reference, the margin of the target's two top logits at that place is reported: rounding can
-only turn a near-tie.
+Each request is decoded plainly once, with empty caches, and then several times at random; runs with other seeds share
+that reference. Beside the tokens: the bits of a row among 1 to 9, digests of fresh processes, and transformers' own
+assisted generation. Ends with code 1 where an engine that promises plain decoding's tokens parts from them.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
-from agents.evaluation import count_mismatches
-from engine import Generation, SpeculativeDecoder, load_model
-from engine.models import LoadedModel
+from benchmarks.assisted import compare_assisted
+from benchmarks.random_runs import REPEATS, RandomRuns, State, load_state, whole_menu
+from benchmarks.row_bits import RowBits, compare_rows, process_digests
+from engine import SpeculativeDecoder
+from engine.errors import SettingError
 from engine.storage import write_json
-from envs.dialogue import Dialogue, Turn
-from envs.workloads import Workload, load_workload
+from envs.workloads import SPLITS, Workload, load_workload
 
 
 @dataclass(frozen=True)
 class Options:
     target: str = "smollm2-135m"
     """The model."""
-    drafter: str = "ngram"
-    """Who drafts."""
+    drafters: list[str] = field(default_factory=lambda: ["ngram"])
+    """Who drafts, drawn at random at each step."""
     precision: str = "fp32"
-    """fp32, bf16 or fp16."""
+    """fp32, bf16, fp16 or int8."""
+    device: str = "cpu"
+    """cpu or cuda."""
+    exact: str | None = None
+    """bitwise, guarded or off; where it is not given, the engine settles it."""
     workload: str = "bundled"
     """Prompts: bundled, or a file."""
-    split: str = "test"
-    """Which part of the workload."""
+    split: str = "all"
+    """Which part of the workload: all, train, validation or test."""
     requests: int = 0
-    """How many requests; 0 takes all."""
-    max_new_tokens: int = 96
+    """How many different requests; 0 takes all."""
+    max_new_tokens: int = 128
     """New tokens of a request at most."""
-    transformers: bool = True
-    """Compare with transformers' own generate as well, except in int8."""
+    lengths: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5, 6, 7, 8])
+    """Draft lengths to draw from, besides 0."""
+    tokens: int = 20_000
+    """Tokens to generate at random and compare; 0: none."""
+    seed: int = 0
+    """Of the order of requests and of every choice."""
+    rows: int = 32
+    """Positions of the prompts at which passes of 1 to 9 rows are compared to the bit; 0: none."""
+    processes: int = 0
+    """How many fresh processes digest the logits of one text; 0: none."""
+    cold: bool = False
+    """Before these one whose kernels are not compiled yet, which takes a minute."""
+    peers: bool = False
+    """Compare transformers' assisted generation with its plain one too."""
+    peer_precisions: list[str] = field(default_factory=lambda: ["fp32", "bf16"])
+    """Of transformers' comparison."""
+    peer_requests: int = 8
+    """How many requests transformers decodes in each precision; 0 takes all."""
+    assistant: str | None = None
+    """A smaller model for transformers' `assistant_model`."""
     json: Path | None = None
-    """Write the result to this file too."""
+    """Write the result to this file; while the run lasts, what it has found so far."""
+    resume: bool = False
+    """Go on from the file of --json."""
 
 
 def main(options: Options) -> None:
-    workload = load_workload(options.workload, options.split)
-    if 0 < options.requests < workload.num_requests:
-        workload = workload.sample(options.requests, seed=0)
-    decoder = SpeculativeDecoder.from_pretrained(
-        options.target, options.drafter, controller="plain", precision=options.precision
-    )
-    compared = options.transformers and options.precision != "int8"  # transformers does not run these weights
-    plain_model = load_model(options.target, options.precision, packed=False) if compared else None
-    names = ["plain", "fresh", *(f"fixed:{k}" for k in decoder.parts.menu.lengths)]
-    arms = {name: decoder.with_empty_caches().with_controller(name) for name in names}
-    tally = {name: Tally() for name in [*names, *(["transformers"] if compared else [])][1:]}
-    with tqdm(total=workload.num_requests, unit="request") as bar:
-        for turn, done in _runs(workload, arms, options.max_new_tokens):
-            prompt = decoder.encode(turn.messages)
-            reference = done["plain"].tokens
-            for name in names[1:]:
-                tally[name].add(turn.id, prompt, done[name].tokens, reference, decoder.target)
-            if plain_model:
-                tokens = _generate(plain_model, prompt, options.max_new_tokens)
-                tally["transformers"].add(turn.id, prompt, tokens, reference, plain_model)
-            bar.update()
-    document: dict[str, Any] = {"requests": workload.num_requests, "max_new_tokens": options.max_new_tokens}
-    document |= {"arms": {name: arm.__dict__ for name, arm in tally.items()}}
-    for name, arm in tally.items():
-        parted_in = f"{len(arm.parted)} of {arm.requests} requests"
-        print(f"{name:>12}: {arm.tokens} tokens, {arm.mismatched} mismatched in {parted_in}")
-        for parted in arm.parted:
-            print(f"{'':>14}{parted}")
+    if options.resume and not options.json:
+        raise SettingError("--resume goes on from the file of --json, which is missing; name it")
+    document: dict[str, Any] = {}
+    failed = False
+    if options.tokens or options.rows:
+        decoder = _decoder(options)
+        exact = document["exact"] = decoder.exact
+        if options.tokens:
+            state = compare_tokens(options, decoder)
+            document["random"] = state.to_json()
+            failed |= exact != "off" and state.tally.mismatched > 0
+        if options.rows:
+            bits = compare_bits(options, decoder)
+            document["rows"] = bits.__dict__
+            failed |= exact == "bitwise" and not bits.equal
+    if options.processes:
+        digests = document["processes"] = process_digests(_settings(options), options.processes, options.cold)
+        agree = len(set(digests)) == 1
+        print(f"{len(digests)} fresh processes {'agree' if agree else 'DIFFER'}: {', '.join(digests)}")
+        failed |= options.precision == "int8" and not agree
+    if options.peers:
+        document["peers"] = compare_peers(options)
     if options.json:
         write_json(options.json, document)
-    print(json.dumps(document))
+    document.get("random", {}).pop("references", None)  # thousands of token ids, which the file keeps
+    print(json.dumps(document | {"failed": failed}))
+    if failed:
+        sys.exit(1)
 
 
-class Tally:
-    """How often one arm's tokens differ from the reference, and where they part."""
-
-    def __init__(self) -> None:
-        self.requests = 0
-        self.tokens = 0
-        self.mismatched = 0
-        self.parted: list[dict[str, Any]] = []
-
-    def add(self, request: str, prompt: list[int], tokens: list[int], reference: list[int], model: LoadedModel) -> None:
-        self.requests += 1
-        self.tokens += len(tokens)
-        self.mismatched += count_mismatches(tokens, reference)
-        if tokens != reference:
-            at = next((i for i, (a, b) in enumerate(zip(tokens, reference, strict=False)) if a != b), None)
-            margin = _margin(model, prompt + reference[:at]) if at is not None else None
-            self.parted.append({"request": request, "position": at, "margin": margin})
-
-
-def _runs(
-    workload: Workload, arms: dict[str, SpeculativeDecoder], max_new_tokens: int
-) -> Iterator[tuple[Turn, dict[str, Generation]]]:
-    for conversation in workload.conversations:
-        dialogue = Dialogue(conversation)
-        while turn := dialogue.next_turn():
-            done = {name: arm.generate(turn.messages, max_new_tokens) for name, arm in arms.items()}
-            dialogue.reply(done["plain"].text)
-            yield turn, done
-
-
-@torch.inference_mode()
-def _generate(model: LoadedModel, prompt: list[int], max_new_tokens: int) -> list[int]:
-    """Greedy tokens of transformers' `generate`, without speculation."""
-    ids = torch.tensor([prompt])
-    hf: Any = model.runner.model  # type: ignore[attr-defined]
-    output = hf.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=max_new_tokens,
-        eos_token_id=sorted(model.eos_ids),
-        pad_token_id=min(model.eos_ids),
+def compare_tokens(options: Options, decoder: SpeculativeDecoder) -> State:
+    """Run at random and print what was found."""
+    workload = _workload(options, options.requests).shuffled(options.seed)
+    settings = _settings(options) | {
+        "model": decoder.target.digest,
+        "menu": str(decoder.parts.menu),
+        "workload": workload.fingerprint,
+        "max_new_tokens": options.max_new_tokens,
+        "seed": options.seed,
+    }
+    state = load_state(options.json, settings) if options.resume and options.json else State(settings)
+    runs = RandomRuns(decoder, workload, options.max_new_tokens, options.seed, state)
+    with tqdm(total=options.tokens, initial=state.tally.tokens, unit="token") as bar:
+        runs.run(options.tokens, options.json, bar.update)
+    state.tally.show("random menus")
+    print(
+        f"    {len(state.references)} requests, each decoded plainly once, with empty caches; runs of one request with "
+        f"differing seeds share that reference, {REPEATS} follow each other on one cache"
     )
-    return [int(token) for token in output[0, len(prompt) :]]
+    passes = ", ".join(f"{rows}: {state.tally.passes[rows]}" for rows in sorted(state.tally.passes, key=int))
+    print(f"    passes by rows: {passes}")
+    if state.left_out:
+        print(f"    left out, because they do not fit the model: {', '.join(state.left_out)}")
+    return state
 
 
-def _margin(model: LoadedModel, context: list[int]) -> float:
-    """Distance of the two top logits after `context`."""
-    logits = model.runner.forward(context, model.runner.new_buffer(), 1)[0]
-    first, second = logits.topk(2).values
-    return float(first - second)
+def compare_bits(options: Options, decoder: SpeculativeDecoder) -> RowBits:
+    """Compare rows on the prompts and print what was found."""
+    texts = [decoder.encode(c.messages[0].content) for c in _workload(options, options.requests).conversations]
+    runner = decoder.parts.runner
+    texts = [text[: runner.max_context] for text in texts]
+    with tqdm(total=options.rows, unit="position") as bar:
+        bits = compare_rows(runner, texts, options.rows, options.seed, bar.update)
+    bits.show()
+    return bits
+
+
+def compare_peers(options: Options) -> dict[str, Any]:
+    """transformers' arms in each precision, as JSON."""
+    workload = _workload(options, options.peer_requests)
+    found: dict[str, Any] = {}
+    for precision, bar in _bars(options.peer_precisions, workload.num_requests):
+        tallies = compare_assisted(
+            options.target, precision, workload, options.max_new_tokens, options.assistant, bar.update
+        )
+        for name, tally in tallies.items():
+            tally.show(f"transformers {precision} plain against {name}")
+        found[precision] = {name: tally.to_json() for name, tally in tallies.items()}
+    return found
+
+
+def _bars(precisions: list[str], total: int) -> Iterator[tuple[str, Any]]:
+    for precision in precisions:
+        with tqdm(total=total, unit="request", desc=precision) as bar:
+            yield precision, bar
+
+
+def _decoder(options: Options) -> SpeculativeDecoder:
+    menu = whole_menu(options.drafters, options.lengths)
+    settings = _settings(options)
+    return SpeculativeDecoder.from_pretrained(drafter=options.drafters, controller="plain", menu=menu, **settings)
+
+
+def _settings(options: Options) -> dict[str, Any]:
+    settings = {"target": options.target, "precision": options.precision, "device": options.device}
+    return settings | ({"exact": options.exact} if options.exact else {})
+
+
+def _workload(options: Options, requests: int) -> Workload:
+    if options.split not in ("all", *SPLITS):
+        raise SettingError(f"split {options.split!r} is unknown; choose all, {', '.join(SPLITS)}")
+    workload = load_workload(options.workload, None if options.split == "all" else options.split)
+    return workload.sample(requests, seed=0) if 0 < requests < workload.num_requests else workload
