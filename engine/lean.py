@@ -124,12 +124,14 @@ class LeanRunner:
         self._cosine, self._sine = cosine[0].float().numpy(), sine[0].float().numpy()
 
     def _read_ends(self, config: Any, weight: Weight) -> None:
-        """The embedding, the last norm and the LM head. In fp32 a tied embedding is read from the head's panels."""
+        """The embedding, the last norm and the LM head. A tied embedding is read from the packed head."""
         tied, shape = config.tie_word_embeddings, (self.vocab_size, config.hidden_size)
         self._norm = _checked(weight, "model.norm.weight", shape[1:])
         self._head = stacked([self._pack(_checked(weight, _EMBEDDING if tied else "lm_head.weight", shape))], 1)
         if tied and isinstance(self._head, fp32.Panels):
             self._embed = partial(fp32.channels_of, self._head)
+        elif tied and isinstance(self._head, int8.Packed):
+            self._embed = partial(int8.channels_of, self._head, config.hidden_size)
         else:
             self._embed = partial(np.take, _checked(weight, _EMBEDDING, shape), axis=0)
 

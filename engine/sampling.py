@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,8 +9,6 @@ import torch
 from torch import Tensor
 
 from engine.errors import SamplingError
-
-STRIDE = 16_384  # logits at a time: longer arrays are fetched from the system anew each time, and leave the caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +84,8 @@ def certainty(logits: Tensor | None) -> tuple[float, float]:
         entropy = torch.special.entr(log_probs.exp()).sum()
         top_probability, nats = torch.stack([log_probs.max().exp(), entropy]).tolist()
         return top_probability, nats
-    # numpy: torch would wake its thread pool, which then gets in the way of the runner's own threads.
-    row = logits.numpy()
-    top, total, weighted = row.max(), 0.0, 0.0
-    for begin in range(0, len(row), STRIDE):
-        shifted = row[begin : begin + STRIDE] - top
-        weights = np.exp(shifted)
-        total += float(weights.sum())
-        weighted += float(weights @ np.maximum(shifted, -1e9, out=shifted))  # 0 times -inf is no number
-    return 1.0 / total, math.log(total) - weighted / total
+    from engine.kernels.certainty import certainty as compiled  # brings numba, which takes a second to import
+
+    row = logits.float().numpy()  # not torch: it would wake its thread pool, in the way of the runner's own threads
+    top_probability, nats = compiled(row, row.max())
+    return float(top_probability), float(nats)

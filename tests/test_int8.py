@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from engine import SpeculativeDecoder, load_model
 from engine.errors import DeviceError
 from engine.kernels.attention import attend_rows
 from engine.kernels.fused import normalise_rows
-from engine.kernels.int8 import aligned, pack, padded
+from engine.kernels.int8 import aligned, channels_of, pack, padded
 from engine.kernels.int8 import reference as reference_product
 from engine.kernels.int8_linear import Int8Linear, quantise_linears
 from engine.kernels.linear import linear_rows, quantise_rows, stacked
@@ -264,3 +266,35 @@ def test_kernels_compiled_for_other_sources_are_not_used() -> None:
     from engine.kernels import compile as compiling
 
     assert str(Path(numba.config.CACHE_DIR).name) == compiling._sources_digest()
+
+
+def test_results_are_kept_by_one_process_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Locks on files that were opened apart exclude each other within a process too."""
+    import numba
+
+    from engine.kernels import compile as compiling
+
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "kernels"))
+    events: list[str] = []
+
+    def save() -> None:
+        events.append("begin")
+        time.sleep(0.05)
+        events.append("end")
+
+    threads = [threading.Thread(target=compiling._alone(save)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert events == ["begin", "end"] * 4
+
+
+def test_embeddings_are_read_from_the_packed_head() -> None:
+    weight = np.random.default_rng(0).normal(size=(2500, 40)).astype(np.float32)
+    packed = pack(weight)
+    chosen = np.array([0, 2499, 1024, 7])
+    rows = channels_of(stacked([packed], 1), 40, chosen)
+    assert rows.dtype == np.float32
+    np.testing.assert_array_equal(rows, packed.weight[chosen, :40] * packed.scale[chosen, None])
+    np.testing.assert_allclose(rows, weight[chosen], atol=float(packed.scale.max()) / 2 * 1.001)

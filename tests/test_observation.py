@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import load_tiny, scripted_drafter, tiny_decoder
@@ -14,6 +15,7 @@ from engine.costs import CostTable
 from engine.drafters.base import Signal
 from engine.menu import parse_menu
 from engine.observation import SCHEMA_VERSION, Observation, ObservationSchema
+from engine.sampling import certainty
 
 MENU = parse_menu("fresh/0,reuse/0,reuse/a/2,reuse/b/2,reuse/b/5", ("a", "b"))
 COSTS = CostTable((1, 2), {0: (1.0, 3.0), 2: (1.5, 3.0), 5: (2.0, 9.0)}, 0.1, {"a": 0.5, "b": 1.0}, 0.2, "m")
@@ -120,8 +122,6 @@ def test_live_observation_tells_what_happened() -> None:
     assert second.acceptance_short == pytest.approx(0.5 + 0.3 * 0.25)
     assert second.acceptance_long == pytest.approx(0.5 + 0.05 * 0.25)
     model = loaded.runner.model  # type: ignore[attr-defined]
-    import torch
-
     with torch.no_grad():
         # The newest token came from the row that read everything before it.
         logits = model(input_ids=torch.tensor([session.tokens[:-1]])).logits[0, -1].double()
@@ -138,3 +138,16 @@ def test_live_observation_tells_what_happened() -> None:
     # One token of a full hit stays to be computed.
     assert again.observe().cached_tokens == 19
     again.close()
+
+
+@pytest.mark.parametrize("size", [1, 7, 512, 49_152])
+def test_certainty_is_the_distribution_s_own(size: int) -> None:
+    rng = np.random.default_rng(size)
+    logits = (rng.standard_normal(size) * 4 - 300).astype(np.float32)
+    logits[rng.random(size) < 0.2] = -np.inf  # masked tokens
+    logits[size // 2] = -290.0
+    probs = np.exp(logits.astype(np.float64) + 290.0)
+    probs /= probs.sum()
+    nats = -(probs[probs > 0] * np.log(probs[probs > 0])).sum()
+    assert certainty(torch.from_numpy(logits)) == pytest.approx((probs.max(), nats), rel=2e-5, abs=1e-6)
+    assert certainty(None) == (0.0, 0.0)

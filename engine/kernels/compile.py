@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 from collections.abc import Callable
@@ -19,7 +20,28 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     numba itself looks at one file only, and would take a stale result where another file that it inlines has changed.
     Division by zero gives infinity or NaN and raises nothing: broken weights show in the logits.
     """
-    return numba.njit(cache=True, error_model="numpy", **options)  # type: ignore[no-any-return]
+
+    def compile_function(function: Callable[..., Any]) -> Any:
+        dispatcher = numba.njit(cache=True, error_model="numpy", **options)(function)
+        cache = dispatcher._cache
+        cache.save_overload = _alone(cache.save_overload)
+        return dispatcher
+
+    return compile_function
+
+
+def _alone(save: Callable[..., None]) -> Callable[..., None]:
+    """Let one process at a time keep a result. Of two that compile a function for other types at once, both would
+    otherwise take the same file, and the next process would run one's code on the other's arrays."""
+
+    def save_alone(*args: Any) -> None:
+        folder = Path(numba.config.CACHE_DIR)  # type: ignore[attr-defined]
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "lock").open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            save(*args)
+
+    return save_alone
 
 
 def _sources_digest() -> str:

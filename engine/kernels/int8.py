@@ -10,6 +10,7 @@ from engine.kernels.madd import PADDING
 
 LARGEST_WEIGHT = 127
 CACHE_LINE = 64  # bytes
+PACKED_AT_ONCE = 1024  # channels: what lies between is held for these only
 
 
 class Packed(NamedTuple):
@@ -40,12 +41,20 @@ def aligned(shape: tuple[int, ...], kind: type[np.generic]) -> np.ndarray:
 def pack(weight: np.ndarray) -> Packed:
     """Quantise a weight `[channels, inputs]`, symmetrically, to the nearest of 255 steps for each channel."""
     channels, inputs = weight.shape
-    largest = np.abs(weight).max(axis=1)
-    scale = np.where(largest > 0, largest / LARGEST_WEIGHT, 1.0).astype(np.float32)
-    steps = aligned((channels, padded(inputs)), np.int8)
+    steps, scale = aligned((channels, padded(inputs)), np.int8), np.empty(channels, np.float32)
     steps[:, inputs:] = 0
-    np.rint(weight / scale[:, None], out=steps[:, :inputs], casting="unsafe")
+    for first in range(0, channels, PACKED_AT_ONCE):
+        block = slice(first, first + PACKED_AT_ONCE)
+        largest = np.abs(weight[block]).max(axis=1)
+        scale[block] = np.where(largest > 0, largest / LARGEST_WEIGHT, 1.0)
+        np.rint(weight[block] / scale[block, None], out=steps[block, :inputs], casting="unsafe")
     return Packed(steps, scale)
+
+
+def channels_of(weight: Packed, inputs: int, channels: np.ndarray) -> np.ndarray:
+    """Some channels of a stack of one weight, float32 `[len(channels), inputs]`: embeddings, where the head is tied."""
+    rows: np.ndarray = weight.weight[0, channels, :inputs] * weight.scale[0, channels, None]
+    return rows
 
 
 def reference(x: np.ndarray, packed_weight: Packed) -> np.ndarray:

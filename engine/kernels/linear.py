@@ -24,6 +24,8 @@ def stacked(weights: Iterable[Weight], count: int) -> Weight:
     """`count` weights of one shape in one, `[count, ...]`; each is copied before the next is asked for."""
     whole: Any = None
     for index, weight in enumerate(weights):
+        if count == 1:  # no second copy of an LM head
+            return type(weight)(*(part[None] for part in weight))
         if whole is None:
             whole = type(weight)(*(aligned((count, *part.shape), part.dtype.type) for part in weight))
         for all_of_them, part in zip(whole, weight, strict=True):
