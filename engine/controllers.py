@@ -9,6 +9,8 @@ import difflib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from engine.cost_model import CostModel
+from engine.costs import CostTable
 from engine.errors import ControllerError, MenuError
 from engine.menu import Menu
 from engine.observation import Observation
@@ -150,9 +152,31 @@ class ThresholdController(BaseController):
         return self._action
 
 
-def make_controller(name: str, menu: Menu) -> Controller:
-    """A controller by name: plain, fresh, fixed:K (or fixed:K:DRAFTER), heuristic, threshold:T.
+class CostModelController(BaseController):
+    """Takes the draft length that the closed form calls best, see `engine.cost_model`.
 
+    What it has learned of each drafter's acceptance carries on from request to request.
+    """
+
+    name = "cost-model"
+
+    def __init__(self, menu: Menu, costs: CostTable) -> None:
+        self._model = CostModel(menu, costs)
+
+    def choose(self, observation: Observation | None, mask: Sequence[bool]) -> int:
+        return self._model.best()
+
+    def observe(self, record: StepRecord) -> None:
+        self._model.learn(record.drafter, record.drafted, record.accepted)
+
+
+Costs = Callable[[], CostTable]
+
+
+def make_controller(name: str, menu: Menu, costs: Costs | None = None) -> Controller:
+    """A controller by name: plain, fresh, fixed:K (or fixed:K:DRAFTER), heuristic, threshold:T, cost-model.
+
+    `costs` gives the calibrated costs to a controller that reckons with them; no other one calls it.
     Raises `ControllerError` for an unknown name or a wrong argument, `MenuError` for a k outside the menu.
     """
     kind, _, argument = name.partition(":")
@@ -163,26 +187,33 @@ def make_controller(name: str, menu: Menu) -> Controller:
     if argument and kind in CONTROLLER_NAMES:
         raise ControllerError(f"controller {name!r} takes no argument; write {kind}")
     try:
-        return _MAKERS[kind](menu, argument)
+        return _MAKERS[kind](menu, argument, costs)
     except (MenuError, ControllerError):
         raise
     except ValueError as error:
         raise ControllerError(f"controller {name!r} cannot be read; write {_form(kind)}") from error
 
 
-CONTROLLER_NAMES = ("plain", "fresh", "fixed:K", "heuristic:START", "threshold:T")
+CONTROLLER_NAMES = ("plain", "fresh", "fixed:K", "heuristic:START", "threshold:T", "cost-model")
 
-_MAKERS: dict[str, Callable[[Menu, str], Controller]] = {
-    "plain": lambda menu, _: FixedController(menu, 0),
-    "fresh": lambda menu, _: FixedController(menu, 0, reuse=False),
-    "fixed": lambda menu, argument: _fixed(menu, *argument.split(":", 1)),
-    "heuristic": lambda menu, argument: HeuristicController(menu, int(argument or 4)),
-    "threshold": lambda menu, argument: ThresholdController(menu, float(argument)),
+_MAKERS: dict[str, Callable[[Menu, str, Costs | None], Controller]] = {
+    "plain": lambda menu, *_: FixedController(menu, 0),
+    "fresh": lambda menu, *_: FixedController(menu, 0, reuse=False),
+    "fixed": lambda menu, argument, _: _fixed(menu, *argument.split(":", 1)),
+    "heuristic": lambda menu, argument, _: HeuristicController(menu, int(argument or 4)),
+    "threshold": lambda menu, argument, _: ThresholdController(menu, float(argument)),
+    "cost-model": lambda menu, _, costs: _cost_model(menu, costs),
 }
 
 
 def _fixed(menu: Menu, k: str, drafter: str | None = None) -> Controller:
     return FixedController(menu, int(k), drafter)
+
+
+def _cost_model(menu: Menu, costs: Costs | None) -> Controller:
+    if costs is None:
+        raise ControllerError("the cost-model controller needs calibrated costs, and has none here; give an engine's")
+    return CostModelController(menu, costs())
 
 
 def _form(kind: str) -> str:

@@ -3,6 +3,7 @@ here, so that a policy sees in deployment what it saw in training."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -75,13 +76,27 @@ class ObservationSchema:
         self.names = tuple(name for name, _, _ in fields)
         self.units = tuple(unit for _, unit, _ in fields)
         self.high = np.array([high for _, _, high in fields], dtype=np.float32)
-        self._costs = _cost_features(menu, costs)
+        shown = _cost_features(menu, costs)
+        self.num_costs = len(shown)  # the last features of the vector
+        vector = np.array([0.0] * (len(self) - len(shown)) + shown, dtype=np.float32)
+        self._costs = np.clip(vector, 0.0, self.high)
 
     def __len__(self) -> int:
         return len(self.names)
 
     def index(self, name: str) -> int:
         return self.names.index(name)
+
+    def cost_vector(self) -> np.ndarray:
+        """float32 `[len(self)]`: the costs in their places, and zeros."""
+        return self._costs.copy()
+
+    @staticmethod
+    def log2(counts: np.ndarray) -> np.ndarray:
+        """What the vector shows of counts, `[...]`: looked up, so that no bit differs from `vector`."""
+        table = np.array([_log2(count) for count in range(int(counts.max(initial=0)) + 1)])
+        shown: np.ndarray = table[np.maximum(0, counts)]
+        return shown
 
     def vector(self, observation: Observation) -> np.ndarray:
         """The observation as float32 `[len(self)]`, clipped to the bounds."""
@@ -102,9 +117,11 @@ class ObservationSchema:
         ]
         for drafter in self.drafters:
             signal = o.signals.get(drafter) or Signal()
-            values += [signal.match_length, signal.support, signal.confidence]
-        vector = np.array(values + self._costs, dtype=np.float32)
-        return np.clip(vector, 0.0, self.high, out=vector)
+            values += (signal.match_length, signal.support, signal.confidence)
+        vector = self._costs.copy()
+        vector[: len(values)] = values
+        np.minimum(vector, self.high, out=vector)  # both together take half the time of clip
+        return np.maximum(vector, 0.0, out=vector)
 
 
 def _cost_features(menu: Menu, costs: CostTable | None) -> list[float]:
@@ -115,4 +132,4 @@ def _cost_features(menu: Menu, costs: CostTable | None) -> list[float]:
 
 
 def _log2(count: int) -> float:
-    return float(np.log2(1 + max(0, count)))
+    return math.log2(1 + count) if count > 0 else 0.0

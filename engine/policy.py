@@ -26,7 +26,8 @@ from engine.observation import SCHEMA_VERSION, Observation, ObservationSchema
 from engine.policy_heads import HEADS, Head
 from engine.storage import write_atomically, write_json
 
-FORMAT, FORMAT_VERSION = "draftgate-policy", 2
+FORMAT, FORMAT_VERSION = "draftgate-policy", 3
+UNCUT_VERSION = 2  # of policies from before drafts could be cut: they are read as `min_confidence` 0
 DEFAULT_TARGET, DEFAULT_PRECISION = "smollm2-135m", "fp32"
 JSON_FILE, TENSOR_FILE = "policy.json", "policy.safetensors"
 
@@ -43,6 +44,7 @@ class Policy:
         target: the model that it was trained with, as `load_model` takes it.
         precision: fp32, bf16 or fp16.
         provenance: versions, command, git commit; told by cards, never acted on.
+        min_confidence: from 0 to 1: drafts end before the first token that their drafter trusts less.
     """
 
     name: str
@@ -52,6 +54,12 @@ class Policy:
     target: str = DEFAULT_TARGET
     precision: str = DEFAULT_PRECISION
     provenance: Mapping[str, Any] = field(default_factory=dict)
+    min_confidence: float = 0.0
+
+    def __post_init__(self) -> None:
+        cut = self.min_confidence
+        if not isinstance(cut, int | float) or isinstance(cut, bool) or not 0.0 <= cut <= 1.0:
+            raise PolicyError(f"the policy's min_confidence is {cut!r}; give a number from 0 to 1")
 
     def decide(self, vector: np.ndarray, mask: Sequence[bool]) -> int:
         """The action for an observation vector `[features]` under a mask `[len(menu)]`."""
@@ -74,6 +82,7 @@ class Policy:
             "drafters": list(self.menu.drafters),
             "target": self.target,
             "precision": self.precision,
+            "min_confidence": self.min_confidence,
             "schema": {"version": SCHEMA_VERSION, "names": schema.names, "units": schema.units},
             "head": {"kind": self.head.kind, **self.head.settings()},
             "costs": self.costs.to_json(),
@@ -90,7 +99,7 @@ class PolicyController(BaseController):
     needs_observation = True
 
     def __init__(self, policy: Policy, costs: CostTable) -> None:
-        self.name = policy.name
+        self.name, self.min_confidence = policy.name, policy.min_confidence
         self._policy = policy
         self._schema = ObservationSchema(policy.menu, costs)
 
@@ -130,6 +139,7 @@ def load_policy(folder: str | Path) -> Policy:
             target=_text(document, "target"),
             precision=_text(document, "precision"),
             provenance=dict(document["provenance"]),
+            min_confidence=0.0 if document["version"] == UNCUT_VERSION else document["min_confidence"],
         )
     except PolicyError:
         raise
@@ -158,7 +168,7 @@ def _digest(document: Mapping[str, Any]) -> str:
 def _check_format(document: Mapping[str, Any], folder: Path) -> None:
     if document.get("format") != FORMAT:
         raise PolicyError(f"{folder / JSON_FILE} is no Draftgate policy; give a folder that train.py exported")
-    if document.get("version") != FORMAT_VERSION:
+    if document.get("version") not in (UNCUT_VERSION, FORMAT_VERSION):
         raise PolicyError(
             f"the policy in {folder} has format {document.get('version')!r}, this version reads {FORMAT_VERSION}; "
             "train it again or update draftgate"

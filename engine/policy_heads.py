@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
 from engine.cells import Cells
 from engine.errors import PolicyError
+
+ACTIVATIONS = ("tanh", "relu")
 
 
 class Head(Protocol):
@@ -72,4 +76,152 @@ class TableHead:
         return cls(cells, values)
 
 
-HEADS: dict[str, type[TableHead]] = {TableHead.kind: TableHead}
+@dataclass(frozen=True)
+class LinearHead:
+    """The action with the highest score, each a linear function of the standardised observation.
+
+    Attributes:
+        center, scale: float32 `[features]`: an observation x is read as `(x - center) * scale`.
+        weight: float32 `[features, actions]`.
+        bias: float32 `[actions]`.
+    """
+
+    center: np.ndarray
+    scale: np.ndarray
+    weight: np.ndarray
+    bias: np.ndarray
+    kind: ClassVar[str] = "linear"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_layers", _doubled(self.center, self.scale, self.weight, self.bias))
+
+    def decide(self, vector: np.ndarray, mask: Sequence[bool]) -> int:
+        return _best(self.scores(vector).tolist(), mask)
+
+    def scores(self, vectors: np.ndarray) -> np.ndarray:
+        """Float64 `[..., actions]` of observations `[..., features]`."""
+        center, scale, weight, bias = self._layers  # type: ignore[attr-defined]
+        return np.asarray((vectors - center) * scale @ weight + bias)
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        return _contiguous({name: getattr(self, name) for name in ("center", "scale", "weight", "bias")})
+
+    def settings(self) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def load(
+        cls, settings: Mapping[str, Any], tensors: Mapping[str, np.ndarray], names: Sequence[str], actions: int
+    ) -> LinearHead:
+        features = len(names)
+        shapes = {"center": (features,), "scale": (features,), "weight": (features, actions), "bias": (actions,)}
+        _check(tensors, shapes)
+        return cls(**{name: tensors[name] for name in shapes})
+
+
+@dataclass(frozen=True)
+class MLPHead:
+    """The action with the highest output of a small network on the standardised observation.
+
+    Weights are kept as float32, as trained; sums are taken in float64, so that the order in which a library adds them
+    up moves a score by 1e-15 and not by 1e-7, and no near tie falls differently here than where it was trained.
+
+    Attributes:
+        center, scale: float32 `[features]`: an observation x is read as `(x - center) * scale`.
+        weights: one float32 `[inputs, outputs]` a layer; the last one's outputs are the actions.
+        biases: one float32 `[outputs]` a layer.
+        activation: "tanh" or "relu", between the layers.
+    """
+
+    center: np.ndarray
+    scale: np.ndarray
+    weights: tuple[np.ndarray, ...]
+    biases: tuple[np.ndarray, ...]
+    activation: str = "tanh"
+    kind: ClassVar[str] = "mlp"
+
+    def __post_init__(self) -> None:
+        if self.activation not in ACTIVATIONS:
+            raise PolicyError(f"the policy's activation is {self.activation!r}; known: {', '.join(ACTIVATIONS)}")
+        weights, biases = _doubled(*self.weights), _doubled(*self.biases)
+        object.__setattr__(self, "_standard", _doubled(self.center, self.scale))
+        object.__setattr__(self, "_hidden", tuple(zip(weights[:-1], biases[:-1], strict=True)))
+        object.__setattr__(self, "_last", (weights[-1], biases[-1]))
+
+    def decide(self, vector: np.ndarray, mask: Sequence[bool]) -> int:
+        return _best(self.scores(vector).tolist(), mask)
+
+    def scores(self, vectors: np.ndarray) -> np.ndarray:
+        """Float64 `[..., actions]` of observations `[..., features]`."""
+        center, scale = self._standard  # type: ignore[attr-defined]
+        values = (vectors - center) * scale
+        tanh = self.activation == "tanh"
+        for weight, bias in self._hidden:  # type: ignore[attr-defined]
+            values = values @ weight
+            values += bias
+            values = np.tanh(values, out=values) if tanh else np.maximum(values, 0.0, out=values)
+        weight, bias = self._last  # type: ignore[attr-defined]
+        return np.asarray(values @ weight + bias)
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        arrays = {"center": self.center, "scale": self.scale}
+        for layer, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
+            arrays |= {f"weight.{layer}": weight, f"bias.{layer}": bias}
+        return _contiguous(arrays)
+
+    def settings(self) -> dict[str, Any]:
+        return {"activation": self.activation, "hidden": [len(bias) for bias in self.biases[:-1]]}
+
+    @classmethod
+    def load(
+        cls, settings: Mapping[str, Any], tensors: Mapping[str, np.ndarray], names: Sequence[str], actions: int
+    ) -> MLPHead:
+        widths = [len(names), *(int(width) for width in settings["hidden"]), actions]
+        shapes: dict[str, tuple[int, ...]] = {"center": (len(names),), "scale": (len(names),)}
+        for layer, (inputs, outputs) in enumerate(pairwise(widths)):
+            shapes |= {f"weight.{layer}": (inputs, outputs), f"bias.{layer}": (outputs,)}
+        _check(tensors, shapes)
+        layers = range(len(widths) - 1)
+        return cls(
+            tensors["center"],
+            tensors["scale"],
+            tuple(tensors[f"weight.{layer}"] for layer in layers),
+            tuple(tensors[f"bias.{layer}"] for layer in layers),
+            str(settings["activation"]),
+        )
+
+
+def _best(scores: list[float], mask: Sequence[bool]) -> int:
+    """The allowed action of the highest score; a loop over some numbers is faster than any array operation."""
+    best, highest = -1, -math.inf
+    for action, score in enumerate(scores):
+        if score > highest and mask[action]:
+            best, highest = action, score
+    return best
+
+
+def _doubled(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
+    return tuple(np.ascontiguousarray(array, dtype=np.float64) for array in arrays)
+
+
+def _contiguous(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: np.ascontiguousarray(array, dtype=np.float32) for name, array in arrays.items()}
+
+
+def _check(tensors: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Hold a policy's tensors against what its observation, menu and settings ask for."""
+    if set(tensors) != set(shapes):
+        odd = ", ".join(sorted(set(tensors) ^ set(shapes))[:4])
+        raise PolicyError(f"the policy's tensors are not those of its head ({odd}); export it again")
+    for name, shape in shapes.items():
+        tensor = tensors[name]
+        if tensor.dtype != np.float32 or tensor.shape != shape or not np.isfinite(tensor).all():
+            raise PolicyError(
+                f"the policy's {name} is {tensor.dtype} of shape {tensor.shape}, its observation and menu ask for "
+                f"float32 of {shape}, all finite; export it again"
+            )
+
+
+HEADS: dict[str, type[TableHead] | type[LinearHead] | type[MLPHead]] = {
+    head.kind: head for head in (TableHead, LinearHead, MLPHead)
+}

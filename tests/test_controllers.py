@@ -149,7 +149,7 @@ def test_a_controller_that_does_not_ask_gets_no_observation() -> None:
     assert seen == [True, True, False, False]
 
 
-KNOWN = "plain, fresh, fixed:K, heuristic:START, threshold:T"
+KNOWN = "plain, fresh, fixed:K, heuristic:START, threshold:T, cost-model"
 
 
 @pytest.mark.parametrize(

@@ -149,6 +149,33 @@ def test_the_controller_sees_the_costs_of_the_machine_it_runs_on() -> None:
     assert (controller.name, controller.needs_observation, controller.min_confidence) == ("p", True, 0.0)
 
 
+def test_the_cut_comes_back_and_is_the_controllers(tmp_path: Path) -> None:
+    replace(make_policy(), min_confidence=0.35).save(tmp_path)
+    loaded = load_policy(tmp_path)
+    assert (loaded.min_confidence, loaded.controller().min_confidence) == (0.35, 0.35)
+
+
+def test_a_policy_from_before_drafts_could_be_cut_is_uncut(saved: Path) -> None:
+    rewrite(saved, lambda d: (d.update(version=2), d.pop("min_confidence")))
+    loaded = load_policy(saved)
+    assert (loaded.min_confidence, loaded.menu) == (0.0, MENU)
+
+
+@pytest.mark.parametrize("wrong", [-0.01, 1.01, float("nan"), "0.3", None, True, [0.3]])
+def test_a_cut_that_is_no_share_is_refused(saved: Path, wrong: Any) -> None:
+    message = f"the policy's min_confidence is {wrong!r}; give a number from 0 to 1"
+    with pytest.raises(PolicyError) as caught:
+        replace(make_policy(), min_confidence=wrong)
+    assert str(caught.value) == message
+    rewrite(saved, lambda d: d.update(min_confidence=wrong))
+    assert refused(saved) == message
+
+
+def test_a_policy_without_its_cut_is_damaged(saved: Path) -> None:
+    rewrite(saved, lambda d: d.pop("min_confidence"))
+    assert "is damaged (KeyError: 'min_confidence')" in refused(saved)
+
+
 # -- damage -------------------------------------------------------------------------------------------------------
 
 
@@ -258,11 +285,11 @@ def test_what_is_no_json(saved: Path, text: bytes) -> None:
     assert message.endswith("; export the policy again")
 
 
-@pytest.mark.parametrize("version", [0, 1, 3, "2", None, [1], "a\nb"])
+@pytest.mark.parametrize("version", [0, 1, 4, "2", None, [1], "a\nb"])
 def test_another_format_version(saved: Path, version: Any) -> None:
     rewrite(saved, lambda d: d.update(version=version))
     mend = "train it again or update draftgate"
-    assert refused(saved) == f"the policy in {saved} has format {version!r}, this version reads 2; {mend}"
+    assert refused(saved) == f"the policy in {saved} has format {version!r}, this version reads 3; {mend}"
 
 
 def set_at(*path: Any, to: Any) -> Callable[[dict[str, Any]], None]:
