@@ -11,7 +11,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-from engine import Session, SpeculativeDecoder, StepRecord
+from engine import Session, SpeculativeDecoder
 from engine.costs import CostTable
 from engine.decoder import DEFAULT_CACHE_BYTES
 from engine.errors import PromptError
@@ -20,6 +20,8 @@ from engine.observation import ObservationSchema
 from engine.render import Painter
 from envs.dialogue import Dialogue, Turn, endless
 from envs.engines import engine
+from envs.info import step_info
+from envs.replay_session import check_confidence
 from envs.workloads import load_workload
 
 
@@ -56,6 +58,7 @@ class SpeculativeDecodingEnv(gym.Env[np.ndarray, np.int64]):
         max_new_tokens: new tokens of a request at most.
         precision, device, prefix_cache_bytes: as in `SpeculativeDecoder.from_pretrained`.
         render_mode: "ansi" or None.
+        min_confidence: drafts end before the first token that their drafter trusts less.
     """
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"], "render_fps": 30}  # type: ignore[misc]
@@ -72,7 +75,9 @@ class SpeculativeDecodingEnv(gym.Env[np.ndarray, np.int64]):
         device: str = "cpu",
         prefix_cache_bytes: int = DEFAULT_CACHE_BYTES,
         render_mode: str | None = None,
+        min_confidence: float = 0.0,
     ) -> None:
+        check_confidence(min_confidence)
         drafters = (drafter,) if isinstance(drafter, str) else tuple(drafter)
         self.menu = parse_menu(menu, drafters) if menu else default_menu(drafters)
         self.render_mode = render_mode
@@ -81,7 +86,7 @@ class SpeculativeDecodingEnv(gym.Env[np.ndarray, np.int64]):
         self.observation_space = spaces.Box(np.zeros_like(self.schema.high), self.schema.high, dtype=np.float32)
         self._engine_settings = (target, drafters, str(self.menu), precision, device, prefix_cache_bytes)
         self.workload = load_workload(workload, split)
-        self._max_new_tokens = max_new_tokens
+        self._max_new_tokens, self._min_confidence = max_new_tokens, min_confidence
         self._decoder: SpeculativeDecoder | None = None
         self._costs: CostTable | None = None
         self._dialogues: Iterator[Dialogue] | None = None
@@ -126,12 +131,13 @@ class SpeculativeDecodingEnv(gym.Env[np.ndarray, np.int64]):
         if session.finished:
             raise gym.error.ResetNeeded("the request has finished; call reset() first")
         started = time.perf_counter() - self._observe_seconds
-        record = session.step(self.menu.allowed(int(action), session.mask()), started=started)
+        action = self.menu.allowed(int(action), session.mask())
+        record = session.step(action, self._min_confidence, started)
         if self.render_mode == "ansi" and self._painter:
             self._painted += self._painter.paint(record)
             self._painted += self._painter.finish() if session.finished else ""
         reward = -record.seconds / self.costs.plain_seconds(record.context)
-        return self._observe(), reward, session.finished, False, self._info() | _step_info(record)
+        return self._observe(), reward, session.finished, False, self._info() | step_info(record)
 
     @property
     def session(self) -> Session:
@@ -205,18 +211,3 @@ class SpeculativeDecodingEnv(gym.Env[np.ndarray, np.int64]):
             "request": self._turn.id,
             "kind": self._turn.kind,
         }
-
-
-def _step_info(record: StepRecord) -> dict[str, Any]:
-    return {
-        "seconds": record.seconds,
-        "seconds_draft": record.seconds_draft,
-        "seconds_verify": record.seconds_verify,
-        "seconds_overhead": record.seconds_overhead,
-        "tokens": len(record.tokens),
-        "drafted": record.drafted,
-        "accepted": record.accepted,
-        "prefilled": record.prefilled,
-        "cached": record.cached,
-        "first": record.first,
-    }
