@@ -7,7 +7,10 @@ from typing import Protocol
 
 import numpy as np
 
+from engine.costs import CostTable
+from engine.menu import Menu
 from engine.policy_heads import Head
+from envs.trace import TraceSet
 
 
 class Learner(Protocol):
@@ -37,3 +40,16 @@ class Learner(Protocol):
         ...
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None: ...
+
+
+class BatchLearner(Protocol):
+    """Learns a controller from recorded requests, all of them at once."""
+
+    name: str
+
+    def fit(self, train: TraceSet, validation: TraceSet, menu: Menu, costs: Sequence[CostTable], seed: int = 0) -> Head:
+        """The decision function that serves the training requests best under all of these costs.
+
+        The validation requests choose among candidates; no other figure is taken from them.
+        """
+        ...

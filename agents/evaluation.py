@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from engine import Generation, Policy, SpeculativeDecoder
+from engine.controllers import Controller, make_controller
 from engine.errors import PromptError
 from envs.dialogue import Dialogue, Turn
 from envs.workloads import Workload
@@ -26,6 +27,7 @@ class Outcome:
         group: the conversation or document whose requests stay together when intervals are drawn.
         steps, guard_steps: all steps, and those that a guard took plain.
         mismatched: positions whose token differs from plain decoding's, a missing or surplus token counted as one.
+        guarded_rows: rows that were computed anew because their two top logits were nearly tied (exact="guarded").
     """
 
     request: str
@@ -41,6 +43,7 @@ class Outcome:
     accepted: int
     cached: int
     mismatched: int
+    guarded_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class ArmSummary:
         tokens_per_second: new tokens over seconds, prefill included.
         time_to_first_token: median seconds.
         guarded: share of the steps that a guard took plain.
+        guarded_rows: rows that were computed anew because their two top logits were nearly tied.
     """
 
     arm: str
@@ -66,6 +70,7 @@ class ArmSummary:
     mean_acceptance_length: float
     guarded: float
     mismatched_tokens: int
+    guarded_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -126,7 +131,7 @@ def judge(
     if PLAIN not in arms:
         raise ValueError(f"the arms {', '.join(arms)} lack {PLAIN!r}, which the others are compared with")
     engines = {
-        name: decoder.with_empty_caches().with_controller(arm, guard=guard and isinstance(arm, Policy))
+        name: decoder.with_empty_caches().with_controller(_made(arm, decoder), guard=guard and isinstance(arm, Policy))
         for name, arm in arms.items()
     }
     _warm_up(engines)
@@ -146,6 +151,11 @@ def judge(
     if not outcomes[PLAIN]:
         raise PromptError(f"no request of {workload.name} fits the model; give shorter prompts")
     return Judgement(workload.name, outcomes)
+
+
+def _made(arm: str | Policy, decoder: SpeculativeDecoder) -> Controller | Policy:
+    """Named controllers may reckon with the engine's costs, as cost-model does."""
+    return make_controller(arm, decoder.parts.menu, decoder.costs) if isinstance(arm, str) else arm
 
 
 def _fits(decoder: SpeculativeDecoder, turn: Turn, max_new_tokens: int) -> bool:
@@ -180,6 +190,7 @@ def _outcome(turn: Turn, generation: Generation, plain: Generation) -> Outcome:
         accepted=counters.num_accepted_tokens,
         cached=counters.num_cached_tokens,
         mismatched=count_mismatches(generation.tokens, plain.tokens),
+        guarded_rows=counters.num_guarded_rows,
     )
 
 
@@ -192,7 +203,7 @@ def count_mismatches(tokens: list[int], reference: list[int]) -> int:
 def _summary(arm: str, outcomes: list[Outcome], plain: list[Outcome]) -> ArmSummary:
     seconds = np.array([o.seconds for o in outcomes])
     reference = np.array([o.seconds for o in plain])
-    low, high = _interval(reference, seconds, [o.group for o in outcomes])
+    low, high = ratio_interval(reference, seconds, [o.group for o in outcomes])
     tokens, drafts = sum(o.tokens for o in outcomes), sum(o.drafts for o in outcomes)
     accepted, drafted = sum(o.accepted for o in outcomes), sum(o.drafted for o in outcomes)
     return ArmSummary(
@@ -208,11 +219,12 @@ def _summary(arm: str, outcomes: list[Outcome], plain: list[Outcome]) -> ArmSumm
         mean_acceptance_length=1.0 + accepted / max(1, drafts),
         guarded=sum(o.guard_steps for o in outcomes) / max(1, sum(o.steps for o in outcomes)),
         mismatched_tokens=sum(o.mismatched for o in outcomes),
+        guarded_rows=sum(o.guarded_rows for o in outcomes),
     )
 
 
-def _interval(reference: np.ndarray, seconds: np.ndarray, groups: Sequence[str]) -> tuple[float, float]:
-    """95 % bootstrap interval of the ratio of sums, resampling groups with both arms' times together.
+def ratio_interval(reference: np.ndarray, seconds: np.ndarray, groups: Sequence[str]) -> tuple[float, float]:
+    """95 % bootstrap interval of the ratio of two arms' sums of seconds, resampling groups with both times together.
 
     Requests of one conversation or document are alike, so that they are no independent samples.
     """

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
 import numpy as np
 
+from agents.curve import CurvePoint
 from agents.evaluation import PLAIN, Judgement
-from agents.training import CurvePoint
 from engine.storage import write_atomically
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
-SMOOTHING = 12  # requests that the curve's running mean spans
 
-
-def plot_curve(curve: list[CurvePoint], path: Path) -> None:
-    """Speed-up over plain decoding for each training request, and its running mean."""
-    if not curve:
-        return
+def plot_curves(curves: Mapping[int, Sequence[CurvePoint]], path: Path) -> None:
+    """The replayed speed-up of each seed's policy over the steps of its training."""
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    steps = np.array([point.step for point in curve])
-    speedups = np.array([point.speedup for point in curve])
-    axes.plot(steps, speedups, ".", alpha=0.4, label="request")
-    axes.plot(steps, _running_mean(speedups), label=f"mean of {SMOOTHING} requests")
+    for seed, curve in curves.items():
+        axes.plot([point.step for point in curve], [point.speedup for point in curve], ".-", label=f"seed {seed}")
     axes.axhline(1.0, color="grey", linewidth=1, label="plain decoding")
-    axes.set(xlabel="training steps", ylabel="speed-up over plain decoding", title="Learning on the live engine")
+    axes.set(xlabel="training steps", ylabel="speed-up over plain decoding", title="Validation requests, replayed")
     axes.legend()
     _save(figure, path)
 
@@ -46,12 +41,6 @@ def plot_judgement(judgement: Judgement, path: Path) -> None:
     axes.set_yticks(places, [summary.arm for summary in summaries])
     axes.set(xlabel="speed-up over plain decoding (95 % interval over groups of requests)")
     _save(figure, path)
-
-
-def _running_mean(values: np.ndarray) -> np.ndarray:
-    sums = np.cumsum(values)
-    sums[SMOOTHING:] -= np.cumsum(values)[:-SMOOTHING]
-    return sums / np.minimum(np.arange(1, len(values) + 1), SMOOTHING)
 
 
 def _save(figure: Figure, path: Path) -> None:

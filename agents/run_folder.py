@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from agents.training import CONFIG_FILE, STATE_FILE
-from engine.errors import PolicyError, SettingError
+from agents.curve import CURVE_FILE
+from engine.costs import CostTable
+from engine.errors import PolicyError, SettingError, StorageError
+from engine.policy import JSON_FILE
+from engine.storage import write_json
+from envs.replay import read_costs
 
-# What a state was learned with. A run that differs in any of these learns something else.
+CONFIG_FILE, COSTS_FILE = "config.json", "costs.json"
+VALIDATION_FILE, CHECK_FILE, CARD_FILE = "validation.json", "check.json", "README.md"
+SEEDS_FOLDER = "seeds"
+
+# What a run's results depend on. `seeds` is not among it: a resumed run may train more of them.
 COMPARED = (
     "agent",
     "target",
@@ -19,29 +28,76 @@ COMPARED = (
     "workload_fingerprint",
     "menu",
     "precision",
+    "exact",
     "device",
+    "steps",
     "max_new_tokens",
+    "prefix_cache_mib",
+    "seed",
+    "costs",
 )
 
 
-def check_folder(folder: Path, config: Mapping[str, Any], resume: bool, overwrite: bool) -> None:
-    """Whether a run of this configuration may go on, or begin, in `folder`. Nothing is written.
+class RunFolder:
+    """Costs, states of seeds and results of one run. Every file is written atomically.
 
-    Raises:
-        SettingError: the folder holds a run's state and neither resuming nor overwriting was asked for, or both were.
-        PolicyError: there is nothing to resume, or it was learned with other settings.
+    Attributes:
+        path: the folder; what a user looks for lies in it, what resuming needs in `seeds/` and `costs.json`.
+        config: what the run is made with, as `config.json` keeps it.
     """
-    if resume and overwrite:
-        raise SettingError("--resume and --overwrite exclude each other; give one of them")
-    held = (folder / STATE_FILE).is_file()
-    if resume and not held:
-        raise PolicyError(f"{folder} holds no state to resume; train without --resume first")
-    if resume:
-        _compare(folder, _read_config(folder / CONFIG_FILE), config)
-    elif held and not overwrite:
-        raise SettingError(
-            f"{folder} holds a run's state; go on with --resume, begin anew with --overwrite, or choose another --out"
-        )
+
+    def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
+        self.path, self.config = path, dict(config)
+
+    @property
+    def begun(self) -> bool:
+        """Whether the folder holds a run, which may be resumed."""
+        return (self.path / COSTS_FILE).is_file()
+
+    def check(self, resume: bool, overwrite: bool) -> None:
+        """Whether this run may go on, or begin, here. Nothing is written.
+
+        Raises:
+            SettingError: the folder holds a run and neither resuming nor overwriting was asked for, or both were.
+            PolicyError: there is nothing to resume, or it was made with other settings.
+        """
+        if resume and overwrite:
+            raise SettingError("--resume and --overwrite exclude each other; give one of them")
+        if resume and not self.begun:
+            raise PolicyError(f"{self.path} holds no run to resume; train without --resume first")
+        if resume:
+            _compare(self.path, _read_config(self.path / CONFIG_FILE), self.config)
+        elif (self.begun or (self.path / JSON_FILE).is_file()) and not overwrite:
+            mend = "go on with --resume, begin anew with --overwrite, or choose another --out"
+            raise SettingError(f"{self.path} holds a run; {mend}")
+
+    def begin(self, costs: CostTable) -> None:
+        """Make the folder this run's: what another one left goes, but for its policy, which stays until the export.
+
+        Raises `StorageError`.
+        """
+        _remove(self.path / COSTS_FILE)  # first: a run without it is none that could be resumed
+        for name in (SEEDS_FOLDER, CURVE_FILE, VALIDATION_FILE, CHECK_FILE):
+            _remove(self.path / name)
+        write_json(self.path / CONFIG_FILE, self.config)
+        write_json(self.path / COSTS_FILE, costs.to_json())
+
+    def go_on(self) -> None:
+        """Take the folder up again; it may be resumed with more seeds than it was begun with. Raises `StorageError`."""
+        write_json(self.path / CONFIG_FILE, self.config)
+
+    def costs(self) -> CostTable:
+        """The costs that the run was begun with. Raises `TraceError` where they are damaged."""
+        return read_costs(self.path / COSTS_FILE)
+
+    def seed(self, seed: int) -> Path:
+        """Where a seed's state and policy are kept."""
+        return self.path / SEEDS_FOLDER / str(seed)
+
+    def forget_results(self) -> None:
+        """Take away what told of a policy that is now replaced."""
+        for name in (VALIDATION_FILE, CHECK_FILE):
+            _remove(self.path / name)
 
 
 def _compare(folder: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
@@ -62,3 +118,13 @@ def _read_config(path: Path) -> dict[str, Any]:
         reason = getattr(error, "strerror", None) or str(error)
         raise PolicyError(f"{path} cannot be read ({reason}); begin anew with --overwrite") from error
     return document
+
+
+def _remove(path: Path) -> None:
+    try:
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.exists():
+            path.unlink()
+    except OSError as error:
+        raise StorageError(f"cannot replace {path}: {error.strerror}; choose another place") from error

@@ -1,18 +1,15 @@
-"""Training figures to Weights & Biases, where it is wanted and there."""
+"""Figures of a run to Weights & Biases, where it is wanted and there."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from agents.training import CurvePoint
-
 
 class Tracker:
-    """Logs curve points under `train/`; a run goes on where wandb is missing or cannot be reached."""
+    """Logs figures in groups; a run goes on where wandb is missing or cannot be reached."""
 
     def __init__(self, mode: str, config: Mapping[str, Any], folder: Path) -> None:
         self._run: Any = None
@@ -26,10 +23,11 @@ class Tracker:
         except Exception as error:  # whatever goes wrong there must not cost the training
             print(f"wandb is not available ({error}); training goes on without it", file=sys.stderr)
 
-    def log(self, point: CurvePoint) -> None:
+    def log(self, group: str, figures: Mapping[str, float]) -> None:
+        """Figures at one moment, as `group/name`. Steps are figures like others, as each seed counts its own."""
         if self._run is not None:
-            figures = {f"train/{name}": value for name, value in asdict(point).items() if name != "step"}
-            self._tell(lambda run: run.log(figures, step=point.step))
+            named = {f"{group}/{name}": value for name, value in figures.items()}
+            self._tell(lambda run: run.log(named))
 
     def close(self) -> None:
         if self._run is not None:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
 from agents import UCB
-from agents.ucb import KNOWN, PRIOR_PULLS, default_cells
+from agents.gain_table import PRIOR_PULLS, default_cells
+from agents.side_observations import KNOWN
 from engine.cells import Cells
 from engine.costs import CostTable
 from engine.menu import Menu, default_menu, parse_menu

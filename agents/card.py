@@ -1,0 +1,124 @@
+"""The model card of a run: what the policy was made of, what it is good for, and how that was found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from agents.evaluation import Judgement
+from agents.material import Material
+from agents.report import table
+from agents.run_folder import CARD_FILE
+from agents.validation import Validation
+from engine import Policy
+from engine.storage import write_atomically
+
+
+def write_card(
+    folder: Path, policy: Policy, material: Material, validation: Validation | None, judgement: Judgement | None
+) -> None:
+    """Write README.md into a run's folder. What was not measured is said to be so. Raises `StorageError`."""
+    parts = [_title(policy), _training(policy, material), _validation(validation), _check(judgement)]
+    text = "\n\n".join([*parts, _use(folder), _limits(policy, validation), _origin(policy)]) + "\n"
+    write_atomically(folder / CARD_FILE, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def _title(policy: Policy) -> str:
+    told = policy.provenance
+    return (
+        f"# Policy {policy.name} for {policy.target}\n\n"
+        "A controller for speculative decoding: before each step it chooses who drafts how many tokens, and in a "
+        "request's first\nstep whether a cached prefix is reused. It never changes which tokens come out.\n\n"
+        + _list(
+            {
+                "target": f"{policy.target}, {policy.precision}, exactness {told['exactness']}",
+                "drafters": ", ".join(policy.menu.drafters),
+                "menu": str(policy.menu),
+                "cut": f"drafts end before the first token of less confidence than {policy.min_confidence:g}",
+                "device": told["device"],
+            }
+        )
+    )
+
+
+def _training(policy: Policy, material: Material) -> str:
+    told = policy.provenance
+    end = "" if told["whole"] else "; the training was interrupted there"
+    return "## Trained on\n\n" + _list(
+        {
+            "prompts": f"{', '.join(told['workload'])} (fingerprint {told['workload_fingerprint']})",
+            "traces": f"{len(material.train)} requests, {material.train.num_tokens} tokens of greedy answers, "
+            f"at most {told['max_new_tokens']} a request",
+            "agent": f"{told['agent']}, {told['steps']} steps, seed {told['seed']} of {_join(told['seeds'])}{end}",
+            "costs": "this machine's, as costs.json has them"
+            if told["costs"] == "measured"
+            else f"{len(material.tables)} tables drawn at random, so that the policy heeds the costs it is told",
+        }
+    )
+
+
+def _validation(validation: Validation | None) -> str:
+    head = "## On held-out traces\n\n"
+    if validation is None:
+        return head + "Not validated: the run was interrupted."
+    return (
+        f"{head}Replayed at the calibrated costs, {validation.groups} independent groups of requests; speed-up is over "
+        f"plain decoding, prefill\nincluded. Of several seeds the best one is exported.\n\n"
+        f"```\n{validation.table()}\n```"
+    )
+
+
+def _check(judgement: Judgement | None) -> str:
+    head = "## On the live engine\n\n"
+    if judgement is None:
+        return head + "Not checked. `python evaluate.py` judges the policy."
+    caption = "Validation requests again, each arm with caches of its own, the policy under its guard."
+    return f"{head}{caption}\n\n```\n{table(judgement)}\n```"
+
+
+def _use(folder: Path) -> str:
+    return (
+        "## Load it\n\n```python\nfrom engine import SpeculativeDecoder, load_policy\n\n"
+        f"decoder = SpeculativeDecoder.from_pretrained(controller=load_policy({str(folder)!r}))\n"
+        'print(decoder.generate([{"role": "user", "content": "Name three rivers."}]).text)\n```\n\n'
+        "The engine is then the one of the training, unless told otherwise. Where the machine is another one, costs "
+        "are calibrated\nin seconds, and the policy is told these."
+    )
+
+
+def _limits(policy: Policy, validation: Validation | None) -> str:
+    lines = [
+        "It was trained on greedy answers; under sampling, drafts are accepted less often.",
+        "It serves one request at a time: no batch was ever seen.",
+        "Prompts unlike those of the training may be served worse than by a fixed length; the guard falls back to "
+        "plain\n  decoding where time is lost.",
+    ]
+    if policy.provenance["costs"] == "measured":
+        lines.append("It saw the costs of one machine only. For several, train with `--costs randomised`.")
+    if validation is not None and len(validation.seeds) > 1:
+        lines.append("The seed was chosen on the validation requests, which flatters their figures a little.")
+    lines.append("For figures of prompts that had no part in it: `python evaluate.py --split test`.")
+    return "## Limits\n\n" + "\n".join(f"- {line}" for line in lines)
+
+
+def _origin(policy: Policy) -> str:
+    told = policy.provenance
+    versions = ", ".join(f"{name} {number}" for name, number in told["versions"].items())
+    return "## Origin\n\n" + _list(
+        {
+            "command": f"`{told['command']}`",
+            "machine": told["machine"],
+            "versions": f"python {told['python']}, {versions}",
+            "git commit": told["git_commit"] or "unknown",
+            "created": told["created"],
+        }
+    )
+
+
+def _list(entries: dict[str, Any]) -> str:
+    return "\n".join(f"- {name}: {value}" for name, value in entries.items())
+
+
+def _join(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -1,0 +1,105 @@
+"""What the simple rules reach at best: one draft length for all, one for each request, and one confidence threshold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.costs import CostTable
+from engine.menu import Menu
+from envs.trace import TraceSet
+from envs.vector import rollout
+
+THRESHOLDS = (
+    0.0,
+    0.05,
+    0.1,
+    0.15,
+    0.2,
+    0.25,
+    0.3,
+    0.35,
+    0.4,
+    0.45,
+    0.5,
+    0.55,
+    0.6,
+    0.65,
+    0.7,
+    0.75,
+    0.8,
+    0.85,
+    0.9,
+    0.95,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Tried:
+    """Every candidate on every request.
+
+    Attributes:
+        names: one a candidate, as `make_controller` reads it where it can.
+        seconds: float64 `[candidates, R]`.
+    """
+
+    names: tuple[str, ...]
+    seconds: np.ndarray
+
+    @property
+    def best(self) -> int:
+        """The candidate of the least time over all requests; of equal ones the first."""
+        return int(self.seconds.sum(axis=1).argmin())
+
+    @property
+    def best_of_each(self) -> np.ndarray:
+        """Seconds `[R]` if every request had the candidate that suits it best: no rule, but a limit for choosing by
+        the request alone."""
+        return np.asarray(self.seconds.min(axis=0))
+
+
+def try_fixed(traces: TraceSet, costs: CostTable, menu: Menu) -> Tried:
+    """Every reusing entry of the menu, taken throughout; the plain step is among them."""
+    actions = [action for action, entry in enumerate(menu.actions) if entry.reuse]
+    seconds = [rollout(traces, costs, menu, action, observed=False).seconds for action in actions]
+    return Tried(tuple(fixed_name(menu, action) for action in actions), np.array(seconds))
+
+
+def try_thresholds(traces: TraceSet, costs: CostTable, menu: Menu, thresholds: Sequence[float] = THRESHOLDS) -> Tried:
+    """The menu's longest draft, cut where the drafter's confidence falls below each of these."""
+    longest = menu.find(max(menu.lengths, default=0))
+    rows = [rollout(traces, costs, menu, longest, observed=False, min_confidence=each).seconds for each in thresholds]
+    return Tried(tuple(f"threshold:{each:g}" for each in thresholds), np.array(rows))
+
+
+def tuned_cut(traces: TraceSet, costs: Sequence[CostTable], menu: Menu) -> float:
+    """The threshold under which the menu's longest draft takes the least time over plain decoding's, on average over
+    the tables; 0 where nothing is ever drafted."""
+    if not menu.lengths:
+        return 0.0
+    times = np.zeros(len(THRESHOLDS))
+    for table in costs:
+        plain = rollout(traces, table, menu, menu.plain, observed=False).seconds.sum()
+        times += try_thresholds(traces, table, menu).seconds.sum(axis=1) / plain
+    return THRESHOLDS[int(times.argmin())]
+
+
+def best_fixed(traces: TraceSet, menu: Menu, costs: CostTable, min_confidence: float = 0.0) -> tuple[int, float]:
+    """The best action to take throughout, drafts cut at doubt, and how many plain steps a token takes under it."""
+    runs = {
+        action: rollout(traces, costs, menu, action, observed=False, min_confidence=min_confidence)
+        for action, entry in enumerate(menu.actions)
+        if entry.reuse
+    }
+    best = min(runs, key=lambda action: float(runs[action].plain_steps.sum()))
+    return best, float(runs[best].plain_steps.sum() / runs[best].tokens.sum())
+
+
+def fixed_name(menu: Menu, action: int) -> str:
+    """How `make_controller` calls an entry that is taken throughout."""
+    entry = menu[action]
+    if not entry.k:
+        return "plain"
+    return f"fixed:{entry.k}" + (f":{entry.drafter}" if len(menu.drafters) > 1 else "")

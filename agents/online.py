@@ -1,0 +1,37 @@
+"""A learner at work in an engine, or in the replay of one, that goes on learning there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from agents.base import Learner
+from engine.controllers import BaseController
+from engine.costs import CostTable
+from engine.menu import Menu
+from engine.observation import Observation, ObservationSchema
+from engine.results import StepRecord
+
+
+class LearningController(BaseController):
+    """Chooses by a learner and teaches it how each step turned out."""
+
+    needs_observation = True
+
+    def __init__(self, learner: Learner, menu: Menu, costs: CostTable) -> None:
+        self.name = f"{learner.name}, learning"
+        self._learner, self._costs = learner, costs
+        self._schema = ObservationSchema(menu, costs)
+        self._vector: np.ndarray | None = None
+
+    def choose(self, observation: Observation | None, mask: Sequence[bool]) -> int:
+        assert observation is not None
+        self._vector = self._schema.vector(observation)
+        return self._learner.choose(self._vector, mask)
+
+    def observe(self, record: StepRecord) -> None:
+        assert self._vector is not None
+        plain_steps = record.seconds / self._costs.plain_seconds(record.context)
+        outcome = record.drafted, record.accepted, len(record.tokens)
+        self._learner.update(self._vector, record.action, *outcome, plain_steps)

@@ -1,0 +1,165 @@
+"""A training run from costs to a judged policy: each stage is a method, called in this order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+
+from tqdm import tqdm
+
+from agents.card import write_card
+from agents.cost_plot import plot_costs
+from agents.curve import CURVE_FILE, CurvePoint, write_curves
+from agents.evaluation import PLAIN, Judgement, judge
+from agents.hindsight import tuned_cut
+from agents.material import Material
+from agents.plots import plot_curves
+from agents.report import table
+from agents.run_folder import CHECK_FILE, VALIDATION_FILE, RunFolder
+from agents.seeds import Seeds
+from agents.stages import say, stage
+from agents.tracking import Tracker
+from agents.validation import Validation, validate
+from engine import Policy, SpeculativeDecoder
+from engine.calibration import noise_warning
+from engine.costs import CostTable
+from engine.storage import write_json
+from envs.recorder import record
+from envs.workloads import Workload
+
+TUNED_ON = 4  # of many cost tables, those that the cut of drafts is tuned under
+
+
+class Pipeline:
+    """The stages of a run of one engine into one folder.
+
+    Whatever a stage makes is kept as soon as it is made, so that a run that was killed goes on from there.
+    """
+
+    def __init__(self, decoder: SpeculativeDecoder, folder: RunFolder, tracker: Tracker) -> None:
+        self._decoder, self._folder, self._tracker = decoder, folder, tracker
+        self.menu = decoder.parts.menu
+        self._material: Material | None = None
+        self._seeds: Seeds | None = None
+        self._validation: Validation | None = None
+        self._policy: Policy | None = None
+
+    def measure(self, resume: bool) -> CostTable:
+        """The engine's costs on this machine; those that the run was begun with, where it is resumed."""
+        with stage("costs", "what each draft length costs on this machine"):
+            costs = self._folder.costs() if resume else self._decoder.costs()
+            self._folder.config["machine"] = costs.machine  # loading an engine may have changed the number of threads
+            if resume:
+                self._folder.go_on()
+            else:
+                self._folder.begin(costs)
+            plot_costs(costs, self._folder.path / "costs.png")
+        lengths = ", ".join(f"v({k}) {costs.verify_ratio(k):.2f}" for k in self.menu.lengths)
+        say(f"costs: plain step {costs.plain_seconds(256) * 1e3:.1f} ms; {lengths}")
+        if warning := noise_warning(costs):
+            say(warning)
+        return costs
+
+    def record(
+        self,
+        train: Workload,
+        validation: Workload,
+        max_new_tokens: int,
+        costs: CostTable,
+        tables: Sequence[CostTable],
+    ) -> None:
+        """The traces of both splits: from the cache folder where they are there, else recorded now."""
+        take = partial(record, self._decoder, max_new_tokens=max_new_tokens, max_k=max(self.menu.lengths))
+        counts = f"{train.num_requests} training and {validation.num_requests} validation requests"
+        with stage("recording", f"{counts}, or their traces from the cache folder"):
+            traces = take(train), take(validation)
+        cut = tuned_cut(traces[0], tables[:: max(1, len(tables) // TUNED_ON)], self.menu)
+        say(f"cut: drafts end before the first token of less confidence than {cut:g}, tuned on the training requests")
+        self._material = Material(*traces, self.menu, costs, tables, cut)
+
+    def train(self, agent: str, steps: int, seeds: Sequence[int]) -> None:
+        """Each seed in turn; those that were finished before are taken as they are."""
+        assert self._material is not None
+        self._seeds = Seeds(agent, self._material, steps, self._folder)
+        for seed in seeds:
+            with stage("training", f"{agent}, seed {seed}, on replay"):
+                self._seeds.train(seed, partial(self._log, seed))
+            self._write_curves()
+
+    def validate(self) -> None:
+        """Every seed's policy on the validation traces."""
+        assert self._material is not None
+        assert self._seeds is not None
+        with stage("validation", "the policies on held-out traces"):
+            self._validation = validate(self._material, self._seeds.trained)
+        print(self._validation.table(), flush=True)
+        self._tracker.log("validation", self._validation.spread())
+
+    def export(self) -> None:
+        """The policy that did best on the validation traces, with all that a reader needs to trust it."""
+        assert self._material is not None
+        assert self._seeds is not None
+        best = self._seeds.best
+        config = self._folder.config
+        told = {"seed": best.seed, "steps": best.steps, "whole": best.whole, "exactness": self._decoder.exact}
+        self._folder.forget_results()
+        policy = Policy(
+            name=best.name,
+            menu=self.menu,
+            head=best.head,
+            costs=self._material.costs,
+            target=config["target"],
+            precision=config["precision"],
+            provenance=config | told,
+            min_confidence=self._material.min_confidence,
+        )
+        policy.save(self._folder.path)
+        if self._validation is not None:
+            write_json(self._folder.path / VALIDATION_FILE, self._validation.to_json())
+        self._write_curves()
+        self._policy = policy
+        self._write_card(None)
+        say(f"exported the policy of seed {best.seed} to {self._folder.path}")
+
+    def check(self, workload: Workload, max_new_tokens: int) -> None:
+        """Plain decoding, the best fixed choice and the policy on the live engine."""
+        assert self._policy is not None
+        assert self._validation is not None
+        arms: dict[str, str | Policy] = {PLAIN: PLAIN, self._validation.fixed: self._validation.fixed}
+        arms[f"policy {self._policy.name}"] = self._policy
+        with (
+            stage("live check", f"{len(arms)} arms on {workload.num_requests} validation requests"),
+            tqdm(total=workload.num_requests, unit="request", desc="checking") as bar,
+        ):
+            judgement = judge(self._decoder, arms, workload, max_new_tokens, bar.update)
+        print(table(judgement), flush=True)
+        write_json(self._folder.path / CHECK_FILE, judgement.to_json())
+        self._write_card(judgement)
+        self._tracker.log("check", {s.arm: s.speedup for s in judgement.summaries()})
+
+    def rescue(self) -> None:
+        """After an interrupt: export the best that was learned so far, if anything was, and say so."""
+        if self._policy is not None:
+            say(f"interrupted in the live check; the policy in {self._folder.path} stays, --resume checks it")
+        elif self._seeds is None or not self._seeds.trained:
+            mend = "; --resume goes on" if self._folder.begun else ""
+            say(f"interrupted before there was a policy; nothing was exported{mend}")
+        else:
+            best = self._seeds.best
+            say(f"interrupted; exporting the best so far: seed {best.seed} after {best.steps} steps")
+            self.export()
+
+    def _log(self, seed: int, point: CurvePoint) -> None:
+        self._tracker.log(f"seed{seed}", asdict(point))
+
+    def _write_curves(self) -> None:
+        assert self._seeds is not None
+        curves = {one.seed: one.curve for one in self._seeds.trained}
+        write_curves(self._folder.path / CURVE_FILE, curves)
+        plot_curves(curves, self._folder.path / "curve.png")
+
+    def _write_card(self, judgement: Judgement | None) -> None:
+        assert self._policy is not None
+        assert self._material is not None
+        write_card(self._folder.path, self._policy, self._material, self._validation, judgement)

@@ -1,0 +1,108 @@
+"""The seeds of a run, trained one after the other, each kept as soon as it is finished."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+
+from agents.curve import CURVE_FILE, CurvePoint, read_curves, write_curves
+from agents.material import Material
+from agents.run_folder import RunFolder
+from agents.trainers import Trainer, make_trainer
+from agents.training import OnPoint
+from engine.errors import PolicyError
+from engine.policy import JSON_FILE, Policy, load_policy
+from engine.policy_heads import Head
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """What a seed has learned.
+
+    Attributes:
+        steps: decoding steps that it was learned from.
+        seconds: float64 `[R]`, of each validation request, replayed.
+        whole: whether the training came to its end.
+    """
+
+    seed: int
+    name: str
+    head: Head
+    steps: int
+    curve: list[CurvePoint]
+    seconds: np.ndarray
+    whole: bool
+
+
+class Seeds:
+    """Trains seeds of one agent and keeps what they learn.
+
+    Attributes:
+        trained: the seeds that have learned anything, in order.
+    """
+
+    def __init__(self, agent: str, material: Material, steps: int, folder: RunFolder) -> None:
+        self.trained: list[Trained] = []
+        self._agent, self._material, self._steps, self._folder = agent, material, steps, folder
+
+    @property
+    def best(self) -> Trained:
+        """The seed whose policy serves the validation requests in the least time."""
+        return min(self.trained, key=lambda one: float(one.seconds.sum()))
+
+    def train(self, seed: int, on_point: OnPoint = lambda point: None) -> None:
+        """Train a seed, or take it as it was finished before. What an interrupt leaves unfinished counts too."""
+        kept = self._kept(seed)
+        if kept is not None:
+            self.trained.append(kept)
+            return
+        trainer = self._resumed(seed)
+        try:
+            trainer.run(on_point)
+        except KeyboardInterrupt:
+            if trainer.steps_done:
+                self.trained.append(self._result(seed, trainer, whole=False))
+            raise
+        result = self._result(seed, trainer, whole=True)
+        self._keep(result)
+        self.trained.append(result)
+
+    def _resumed(self, seed: int) -> Trainer:
+        settings = (self._agent, self._material, self._steps, seed, self._folder.seed(seed))
+        trainer = make_trainer(*settings)
+        try:
+            trainer.resume()
+        except PolicyError as error:
+            print(f"{error}; seed {seed} is trained anew", file=sys.stderr)
+            return make_trainer(*settings)
+        return trainer
+
+    def _result(self, seed: int, trainer: Trainer, whole: bool) -> Trained:
+        head = trainer.head()
+        seconds = self._material.replay(head)
+        return Trained(seed, trainer.name, head, trainer.steps_done, list(trainer.curve), seconds, whole)
+
+    def _keep(self, result: Trained) -> None:
+        """The policy's JSON comes last: where it is, the seed is finished."""
+        folder = self._folder.seed(result.seed)
+        write_curves(folder / CURVE_FILE, {result.seed: result.curve})
+        told = {"seed": result.seed, "steps": result.steps}
+        material = self._material
+        cut = material.min_confidence
+        policy = Policy(result.name, material.menu, result.head, material.costs, provenance=told, min_confidence=cut)
+        policy.save(folder)
+
+    def _kept(self, seed: int) -> Trained | None:
+        folder = self._folder.seed(seed)
+        if not (folder / JSON_FILE).is_file():
+            return None
+        try:
+            policy = load_policy(folder)
+            curve = read_curves(folder / CURVE_FILE).get(seed, [])
+        except PolicyError as error:
+            print(f"{error}; seed {seed} is trained anew", file=sys.stderr)
+            return None
+        seconds = self._material.replay(policy.head)
+        return Trained(seed, policy.name, policy.head, policy.provenance["steps"], curve, seconds, whole=True)

@@ -1,0 +1,151 @@
+"""The judgement on traces: arms, intervals and shares against figures by hand; what is tuned never sees the test."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from two_cells import COSTS, MENU, two_cells
+
+from agents import UCB
+from agents.gap import HINDSIGHT, ORACLE, Gap, judge_gap
+from agents.hindsight import THRESHOLDS, best_fixed, fixed_name, try_fixed, try_thresholds, tuned_cut
+from agents.network import greedy
+from agents.online import LearningController
+from agents.oracle import optimum
+from agents.stationary import Counterfactual
+from agents.step_table import step_table, with_every_length
+from engine.controllers import ThresholdController, make_controller
+from engine.menu import default_menu, parse_menu
+from engine.observation import ObservationSchema
+from engine.policy_heads import LinearHead, MLPHead
+from envs.vector import rollout, run_controller
+
+TRAIN, VALIDATION, TEST = two_cells(10, 1), two_cells(6, 2), two_cells(14, 3)
+
+
+@pytest.fixture(scope="module")
+def heads() -> list[MLPHead]:
+    return [Counterfactual(rounds=40).fit(TRAIN, VALIDATION, MENU, [COSTS], seed=seed) for seed in range(2)]
+
+
+@pytest.fixture(scope="module")
+def gap(heads: list[MLPHead]) -> Gap:
+    table = UCB(MENU, ObservationSchema(MENU, COSTS)).head()
+    return judge_gap(TRAIN, TEST, MENU, COSTS, {"counterfactual": heads, "ucb": [table]})
+
+
+def test_every_arm_is_there_and_takes_its_controller_s_time(gap: Gap, heads: list[MLPHead]) -> None:
+    arms = list(gap.seconds)
+    assert arms[:4] == ["plain", "fixed:1", "fixed:4", "fixed:8"]
+    assert arms[-1] == ORACLE
+    assert {"heuristic", "cost-model", "threshold, tuned on train", "counterfactual", "ucb"} <= set(arms)
+    for name in ("plain", "fixed:4", "heuristic", "cost-model"):
+        expected = run_controller(TEST, COSTS, MENU, make_controller(name, MENU, lambda: COSTS)).seconds
+        np.testing.assert_allclose(gap.seconds[name][0], expected, rtol=1e-9)
+    for row, head in zip(gap.seconds["counterfactual"], heads, strict=True):
+        np.testing.assert_array_equal(row, rollout(TEST, COSTS, MENU, greedy(head)).seconds)
+    limit = optimum(step_table(TEST, with_every_length(MENU), COSTS, observed=False)).seconds
+    np.testing.assert_array_equal(gap.seconds[ORACLE][0], limit)
+    for name, seconds in gap.seconds.items():
+        assert (seconds >= limit * (1 - 1e-9)).all(), name
+
+
+def test_figures_follow_from_the_seconds() -> None:
+    seconds = {
+        "plain": np.array([[4.0, 4.0, 8.0, 8.0]]),
+        HINDSIGHT: np.array([[4.0, 4.0, 4.0, 4.0]]),
+        "learned": np.array([[4.0, 2.0, 3.0, 3.0], [2.0, 2.0, 3.0, 5.0]]),
+        ORACLE: np.array([[2.0, 2.0, 2.0, 2.0]]),
+    }
+    arms = {arm.arm: arm for arm in Gap(seconds, ("a", "a", "b", "b"), ("g", "g", "h", "h")).arms()}
+    learned = arms["learned"]
+    assert (learned.seeds, learned.speedup, learned.over_fixed, learned.share) == (2, 2.0, 16 / 12, 0.5)
+    assert (learned.low, learned.high) == (8 / 5, 16 / 7), "two groups: an interval from the one to the other"
+    assert (learned.over_fixed_low, learned.over_fixed_high) == (8 / 7, 8 / 5)
+    assert learned.kinds == {"a": 8 / 5, "b": 16 / 7}
+    assert learned.spread == 0.0
+    shares = {name: arm.share for name, arm in arms.items()}
+    assert shares == {"plain": -1.0, HINDSIGHT: 0.0, "learned": 0.5, ORACLE: 1.0}
+
+
+def test_the_spread_is_over_seeds() -> None:
+    one = np.array([[2.0, 2.0]])
+    seconds = {"plain": 2 * one, HINDSIGHT: one, ORACLE: one / 2, "x": np.array([[1.0, 1.0], [2.0, 2.0]])}
+    arms = {arm.arm: arm for arm in Gap(seconds, ("k", "k"), ("g", "h")).arms()}
+    assert arms["x"].spread == pytest.approx(np.std([4.0, 2.0], ddof=1))
+    assert arms["plain"].spread == 0.0
+
+
+def test_no_gap_is_no_share() -> None:
+    one = np.array([[2.0, 2.0]])
+    arms = Gap({"plain": one, HINDSIGHT: one, ORACLE: one}, ("k", "k"), ("g", "h")).arms()
+    assert [arm.share for arm in arms] == [0.0, 0.0, 0.0]
+
+
+def test_what_is_tuned_is_tuned_on_the_training_requests(gap: Gap) -> None:
+    fixed, thresholds = try_fixed(TRAIN, COSTS, MENU), try_thresholds(TRAIN, COSTS, MENU)
+    chosen = fixed.names[int(fixed.seconds.sum(axis=1).argmin())]
+    np.testing.assert_allclose(gap.seconds["best fixed, tuned on train"][0], gap.seconds[chosen][0])
+    threshold = THRESHOLDS[int(thresholds.seconds.sum(axis=1).argmin())]
+    expected = run_controller(TEST, COSTS, MENU, ThresholdController(MENU, threshold)).seconds
+    np.testing.assert_allclose(gap.seconds["threshold, tuned on train"][0], expected)
+    assert 0.1 < threshold <= 0.9, "it separates the drafter's two confidences"
+
+
+def test_the_cut_of_a_policy_is_tuned_as_the_threshold_is() -> None:
+    cut = tuned_cut(TRAIN, [COSTS], MENU)
+    assert f"threshold:{cut:g}" == try_thresholds(TRAIN, COSTS, MENU).names[try_thresholds(TRAIN, COSTS, MENU).best]
+    assert tuned_cut(TRAIN, [COSTS], default_menu(())) == 0.0
+    action, pace = best_fixed(TRAIN, MENU, COSTS, cut)
+    assert action == MENU.find(8), "under the cut the longest draft is best"
+    assert pace < best_fixed(TRAIN, MENU, COSTS)[1]
+    longest = np.zeros(len(MENU), np.float32)
+    longest[action] = 1.0
+    nothing = np.zeros(len(ObservationSchema(MENU)), np.float32)
+    heads = [LinearHead(nothing, nothing, np.zeros((len(nothing), len(MENU)), np.float32), longest)]
+    judged = judge_gap(TRAIN, TEST, MENU, COSTS, {"cut": heads, "uncut": heads}, cuts={"cut": cut}).seconds
+    np.testing.assert_allclose(judged["cut"], judged["threshold, tuned on train"])  # observing costs nothing here
+    np.testing.assert_allclose(judged["uncut"], judged["fixed:8"])
+
+
+def test_hindsight_is_the_best_of_what_was_tried() -> None:
+    tried = try_fixed(TEST, COSTS, MENU)
+    assert tried.names == ("plain", "fixed:1", "fixed:4", "fixed:8")
+    totals = [run_controller(TEST, COSTS, MENU, make_controller(name, MENU)).seconds.sum() for name in tried.names]
+    assert tried.best == int(np.argmin(totals))
+    np.testing.assert_array_equal(tried.best_of_each, tried.seconds.min(axis=0))
+    two = parse_menu("reuse/0,reuse/a/2,reuse/b/2", ("a", "b"))
+
+    assert [fixed_name(two, action) for action in range(3)] == ["plain", "fixed:2:a", "fixed:2:b"]
+    assert all(make_controller(fixed_name(two, a), two).choose(None, [True] * 3) == a for a in range(3))
+
+
+def test_tables_show_every_arm_and_kind(gap: Gap) -> None:
+    lines = gap.table().splitlines()
+    assert lines[0].startswith("14 requests in 7 groups")
+    assert [line.split("  ")[0] for line in lines[2:]] == list(gap.seconds)
+    assert gap.kinds_table().splitlines()[0].split() == ["speed-up", "even", "odd"]
+    document = gap.to_json()
+    assert [arm["arm"] for arm in document["arms"]] == list(gap.seconds)
+
+
+def test_the_learned_arm_takes_much_of_the_gap(gap: Gap) -> None:
+    arm = next(arm for arm in gap.arms() if arm.arm == "counterfactual")
+    assert arm.share > 0.5
+    assert arm.over_fixed_low > 1.0
+
+
+def test_a_menu_without_drafts_can_be_judged() -> None:
+    menu = default_menu(())
+    assert next(iter(judge_gap(TRAIN, TEST, menu, COSTS, {}).seconds)) == "plain"
+
+
+def test_a_learner_goes_on_learning_as_a_controller() -> None:
+    learner = UCB(MENU, ObservationSchema(MENU, COSTS), seed=0)
+    controller = LearningController(learner, MENU, COSTS)
+    first = run_controller(TRAIN, COSTS, MENU, controller)
+    assert learner.visits.sum() == first.steps.sum()
+    assert learner.totals[0] == first.tokens.sum()
+    for _ in range(6):
+        last = run_controller(TRAIN, COSTS, MENU, controller)
+    assert last.seconds.sum() < first.seconds.sum()
