@@ -47,7 +47,8 @@ def policy(cache_folder: Path, target_folder: Path, workload: Path, tmp_path_fac
     train.main(
         train.Options(
             target=str(target_folder),
-            workload=str(workload),
+            workload=[str(workload)],
+            agent="bandit",
             menu="fresh/0,reuse/0,reuse/2,reuse/4",
             steps=20,
             max_new_tokens=8,
@@ -89,7 +90,7 @@ def test_it_ends_with_one_json_document(run: Run, policy: Path) -> None:
     assert (document["requests"], document["groups"], document["guard"]) == (3, 2, True)
     assert set(document["kinds"]) == {"chat", "talk"}
     assert document["workload"] == "small/test"
-    assert document["policy"] == str(policy)
+    assert document["policies"] == [str(policy)]
     assert document["machine"] == load_policy(policy).costs.machine
     assert "outcomes" not in document
     assert lines[0].startswith("3 requests of small/test; intervals resample 2 groups ")
@@ -141,7 +142,7 @@ def test_the_guard_is_an_option(run: Run, monkeypatch: pytest.MonkeyPatch, guard
         return original(self, *args, **settings)
 
     monkeypatch.setattr(SpeculativeDecoder, "generate", generate)
-    code, stdout, stderr = run("--requests", 1, "--controller", "heuristic", "--guard" if guard else "--no-guard")
+    code, stdout, stderr = run("--requests", 1, "--controllers", "heuristic", "--guard" if guard else "--no-guard")
     assert code == 0, stderr
     assert strict(stdout.splitlines()[-1])["guard"] == guard
     names = ("plain", "fixed:2", "fixed:4", "heuristic")
@@ -150,13 +151,13 @@ def test_the_guard_is_an_option(run: Run, monkeypatch: pytest.MonkeyPatch, guard
 
 def test_the_policy_s_engine_is_the_default(policy: Path, target_folder: Path) -> None:
     loaded = load_policy(policy)
-    options = evaluate.Options(policy=policy, prefix_cache_mib=1)
+    options = evaluate.Options(policy=[policy], prefix_cache_mib=1)
     decoder = evaluate.load_decoder(options, loaded)
     assert decoder.target.precision == loaded.precision == "fp32"
     assert loaded.target == str(target_folder)
     assert 0 < decoder.parts.prefix_cache.byte_budget <= 1 << 20
-    other = evaluate.load_decoder(replace(options, precision="bf16"), loaded)
-    assert other.target.precision == "bf16"
+    other = evaluate.load_decoder(replace(options, precision="bf16", exact="off"), loaded)
+    assert (other.target.precision, other.exact) == ("bf16", "off")
 
 
 @pytest.mark.parametrize(
@@ -177,10 +178,39 @@ def test_which_requests_are_judged(run: Run, arguments: list[str], requests: int
 
 
 def test_further_controllers_are_judged_too(run: Run) -> None:
-    code, stdout, stderr = run("--controller", "heuristic", "threshold:0.5", "fresh", "--requests", "1")
+    names = ["heuristic", "cost-model", "threshold:0.5", "fresh"]
+    code, stdout, stderr = run("--controllers", *names, "--requests", "1")
     assert code == 0, stderr
     arms = [arm["arm"] for arm in strict(stdout.splitlines()[-1])["arms"]]
-    assert arms == ["plain", "fixed:2", "fixed:4", "heuristic", "threshold:0.5", "fresh", "policy ucb"]
+    assert arms == ["plain", "fixed:2", "fixed:4", *names, "policy ucb"]
+
+
+def test_several_policies_are_judged_in_one_run(run: Run, policy: Path, tmp_path: Path) -> None:
+    ours = load_policy(policy)
+    other, named, menu = tmp_path / "other", tmp_path / "named", tmp_path / "menu"
+    ours.save(other)
+    replace(ours, name="mine").save(named)
+    code, stdout, stderr = run("--policy", other, "--policy", named, "--requests", 1)
+    assert code == 0, stderr
+    document = strict(stdout.splitlines()[-1])
+    assert document["policies"] == [str(policy), str(other), str(named)]
+    arms = [arm["arm"] for arm in document["arms"]]
+    assert arms == [*ARMS[:3], f"policy ucb in {policy}", f"policy ucb in {other}", "policy mine"]
+    reordered = parse_menu("reuse/0,fresh/0,reuse/2,reuse/4", ["ngram"])
+    replace(ours, menu=reordered).save(menu)
+    code, _, stderr = run("--policy", menu)
+    assert code == 2
+    assert f"{menu} was made for menu {reordered}, {policy} for {ours.menu}; judge them one by one" in stderr
+
+
+def test_several_files_are_one_workload(run: Run, tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    row = {"id": "z", "kind": "code", "turns": ["in the other thing"], "split": "test"}
+    other.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    code, stdout, stderr = run("--workload", other)
+    assert code == 0, stderr
+    document = strict(stdout.splitlines()[-1])
+    assert (document["requests"], document["workload"]) == (4, "small+other/test")
 
 
 def test_every_fixed_length_of_every_drafter_is_an_arm() -> None:
@@ -205,10 +235,11 @@ def test_a_misspelt_option_ends_with_code_2(
     ("arguments", "message"),
     [
         (["--policy", "./nowhere"], "nowhere/policy.json cannot be read"),
+        (["--exact", "maybe"], "exact is 'maybe'; choose one of bitwise, guarded, off"),
         (["--workload", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
         (["--target", "./nowhere"], "no such model file or folder"),
-        (["--controller", "heuristics"], "did you mean heuristic?"),
-        (["--controller", "fixed:3"], "draft length 3 is not in the menu"),
+        (["--controllers", "heuristics"], "did you mean heuristic?"),
+        (["--controllers", "fixed:3"], "draft length 3 is not in the menu"),
         (["--requests", "-1"], "requests is -1"),
         (["--seed", "-1"], "a seed from 0"),
         (["--prefix-cache-mib", "-1"], "give 0 (no cache)"),
