@@ -7,7 +7,20 @@ import sys
 
 from engine import command_line
 
-NAMES = ("engine", "identity", "ngram", "prefix", "quality")
+NAMES = (
+    "controllers",
+    "decide",
+    "engine",
+    "identity",
+    "memory",
+    "ngram",
+    "pair",
+    "prefix",
+    "quality",
+    "replay",
+    "start",
+    "transfer",
+)
 
 
 def main() -> None:

@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 
 PRODUCTS, ATTENTION, SMALL = PARTS = ("matrix products", "attention", "small operators")
+_OVERLOADED = ("linear", "swiglu")  # of `engine.kernels.linear`: the compiler picks their form by the weight
 WARM_UP_SECONDS = 0.05  # over which the counter is held against the clock
 
 
 def part_of(name: str) -> str:
-    """The part that a compiled loop belongs to, by its name. SwiGLU is computed within its product."""
-    if name.startswith(("multiply", "linear", "dot", "product")):
+    """The part that a compiled loop belongs to, by its name. SwiGLU and int8's quantising are within their products."""
+    if name.startswith(("multiply", "linear", "swiglu", "dot", "product")):
         return PRODUCTS
     return ATTENTION if name.startswith("attend") else SMALL
 
@@ -107,7 +108,7 @@ def _with_clocks(function: Any, ledger: CycleLedger) -> Any:
     plain = function.py_func
     names = dict(plain.__globals__)
     for name in plain.__code__.co_names:
-        if isinstance(names.get(name), Dispatcher):
+        if isinstance(names.get(name), Dispatcher) or name in _OVERLOADED:
             names[name] = _timed(names[name], ledger.address(part_of(name)))
     return numba.njit(FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__))
 

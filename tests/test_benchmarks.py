@@ -377,7 +377,7 @@ def test_an_engine_in_a_process_of_its_own(target_folder: Path) -> None:
     assert found["tokens"] == 5
     assert 0 < found["import_seconds"] < found["loaded_seconds"] < found["first_token_seconds"]
     assert 10 * MB < found["import_bytes"] <= found["load_bytes"] <= found["run_bytes"]
-    assert found["weight_bytes"] == weight_bytes(load_tiny("llama").runner)
+    assert found["weight_bytes"] == weight_bytes(load_model(str(target_folder)).runner)
     with pytest.raises(fresh.FreshProcessError, match="bf8"):
         fresh.measure(fresh.Settings(str(target_folder), "bf8", "plain", 5))
 
