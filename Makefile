@@ -13,7 +13,7 @@ test: .venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4
 
 # Complete only once the stamp is there: an interrupted installation starts over.
 .venv: .venv/installed
