@@ -24,7 +24,7 @@ from engine.errors import DraftgateError, PolicyError
 from engine.menu import Menu, parse_menu
 from engine.observation import SCHEMA_VERSION, Observation, ObservationSchema
 from engine.policy_heads import HEADS, Head
-from engine.storage import write_atomically, write_json
+from engine.storage import document_digest, write_atomically, write_json
 
 FORMAT, FORMAT_VERSION = "draftgate-policy", 3
 UNCUT_VERSION = 2  # of policies from before drafts could be cut: they are read as `min_confidence` 0
@@ -90,7 +90,7 @@ class Policy:
             "tensors_sha256": hashlib.sha256(tensors).hexdigest(),
         }
         write_atomically(folder / TENSOR_FILE, lambda path: path.write_bytes(tensors))
-        write_json(folder / JSON_FILE, document | {"sha256": _digest(document)})
+        write_json(folder / JSON_FILE, document | {"sha256": document_digest(document)})
 
 
 class PolicyController(BaseController):
@@ -148,7 +148,7 @@ def load_policy(folder: str | Path) -> Policy:
     except (KeyError, TypeError, ValueError, AttributeError, SafetensorError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise PolicyError(f"the policy in {folder} is damaged ({reason}); export it again") from error
-    if document.get("sha256") != _digest(document):
+    if document.get("sha256") != document_digest(document):
         raise PolicyError(f"{folder / JSON_FILE} was altered since its export; export it again")
     return policy
 
@@ -157,12 +157,6 @@ def _text(document: Mapping[str, Any], name: str) -> str:
     if not isinstance(document[name], str):
         raise TypeError(f"{name} is {document[name]!r}, not text")
     return str(document[name])
-
-
-def _digest(document: Mapping[str, Any]) -> str:
-    """SHA-256 of a policy's document without the digest itself, in a form that no spacing changes."""
-    kept = {name: value for name, value in document.items() if name != "sha256"}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def _check_format(document: Mapping[str, Any], folder: Path) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -81,3 +82,9 @@ def _storage_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or str(error)
         raise StorageError(f"cannot write {path}: {reason}; free some space or choose another place") from error
+
+
+def document_digest(document: Mapping[str, Any]) -> str:
+    """SHA-256 of a JSON document without its own `sha256`, in a form that no spacing changes."""
+    kept = {name: value for name, value in document.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()

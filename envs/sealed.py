@@ -14,7 +14,7 @@ from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
 from engine.errors import TraceError
-from engine.storage import write_atomically, write_json
+from engine.storage import document_digest, write_atomically, write_json
 
 
 def write_sealed(folder: Path, name: str, document: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
@@ -22,7 +22,7 @@ def write_sealed(folder: Path, name: str, document: Mapping[str, Any], arrays: M
     tensors = save_tensors({key: np.ascontiguousarray(array) for key, array in arrays.items()})
     sealed = dict(document) | {"tensors_sha256": hashlib.sha256(tensors).hexdigest()}
     write_atomically(folder / f"{name}.safetensors", lambda path: path.write_bytes(tensors))
-    write_json(folder / f"{name}.json", sealed | {"sha256": _digest(sealed)})
+    write_json(folder / f"{name}.json", sealed | {"sha256": document_digest(sealed)})
 
 
 def read_sealed(folder: Path, name: str, form: str, version: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -40,17 +40,12 @@ def read_sealed(folder: Path, name: str, form: str, version: int) -> tuple[dict[
         raise TraceError(f"the traces in {folder} have {found}; record them again")
     if hashlib.sha256(tensors).hexdigest() != document.get("tensors_sha256"):
         raise TraceError(f"{path} was truncated or altered since its recording; record it again")
-    if document.get("sha256") != _digest(document):
+    if document.get("sha256") != document_digest(document):
         raise TraceError(f"{folder / name}.json was altered since its recording; record it again")
     try:
         return document, load_tensors(tensors)
     except SafetensorError as error:
         raise TraceError(f"{path} is damaged ({error}); record it again") from error
-
-
-def _digest(document: Mapping[str, Any]) -> str:
-    kept = {name: value for name, value in document.items() if name != "sha256"}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from engine.menu import default_menu, parse_menu
 from engine.observation import Observation, ObservationSchema
 from engine.policy import JSON_FILE, TENSOR_FILE, Policy, load_policy
 from engine.policy_heads import TableHead
+from engine.storage import document_digest
 
 MENU = default_menu(("ngram",))
 SCHEMA = ObservationSchema(MENU)
@@ -72,7 +73,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], object], sign: bool
     document = json.loads(path.read_text())
     change(document)
     if sign:
-        document["sha256"] = policy_module._digest(document)
+        document["sha256"] = document_digest(document)
     path.write_text(json.dumps(document))
 
 
