@@ -11,7 +11,7 @@ from typing import Any
 from agents.curve import CURVE_FILE
 from engine.costs import CostTable
 from engine.errors import PolicyError, SettingError, StorageError
-from engine.policy import JSON_FILE
+from engine.policy import FORMAT as POLICY
 from engine.storage import write_json
 from envs.replay import read_costs
 
@@ -67,7 +67,7 @@ class RunFolder:
             raise PolicyError(f"{self.path} holds no run to resume; train without --resume first")
         if resume:
             _compare(self.path, _read_config(self.path / CONFIG_FILE), self.config)
-        elif (self.begun or (self.path / JSON_FILE).is_file()) and not overwrite:
+        elif (self.begun or POLICY.is_in(self.path)) and not overwrite:
             mend = "go on with --resume, begin anew with --overwrite, or choose another --out"
             raise SettingError(f"{self.path} holds a run; {mend}")
 

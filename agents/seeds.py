@@ -13,7 +13,8 @@ from agents.run_folder import RunFolder
 from agents.trainers import Trainer, make_trainer
 from agents.training import OnPoint
 from engine.errors import PolicyError
-from engine.policy import JSON_FILE, Policy, load_policy
+from engine.policy import FORMAT as POLICY
+from engine.policy import Policy, load_policy
 from engine.policy_heads import Head
 
 
@@ -96,7 +97,7 @@ class Seeds:
 
     def _kept(self, seed: int) -> Trained | None:
         folder = self._folder.seed(seed)
-        if not (folder / JSON_FILE).is_file():
+        if not POLICY.is_in(folder):
             return None
         try:
             policy = load_policy(folder)

@@ -72,10 +72,9 @@ def main() -> None:
     told = json.loads(sys.argv[1])
     started = told.pop("started")
     settings = Settings(**told)
+    import engine.lean_models  # noqa: F401 (so that its libraries count as imported)
     from engine import SpeculativeDecoder
 
-    if settings.precision == "int8":
-        import engine.lean_models  # noqa: F401 (so that its libraries count as imported)
     imported, import_bytes = time.time(), peak_bytes()
     decoder = SpeculativeDecoder.from_pretrained(
         settings.target, controller=settings.controller, precision=settings.precision

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from engine.checkpoint import Stored
 from engine.errors import ModelFileError
 from engine.kernels import fp32, int8
 from engine.kernels.fused import decode_layers, project
@@ -17,7 +18,7 @@ from engine.kernels.linear import stacked
 from engine.kv import KVBuffer, StackedKVBuffer
 from engine.runner import PREFILL_ROWS
 
-Weight = Callable[[str], np.ndarray]  # name in the checkpoint -> float32 array
+Weight = Callable[[str], Stored]  # by its name in the checkpoint
 
 
 def can_run_lean(config: Any) -> bool:
@@ -43,7 +44,7 @@ class LeanRunner:
 
     Args:
         config: the model's, for which `can_run_lean` holds.
-        weight: gives a checkpoint's tensor by name; asked for one at a time, so that no second model is held.
+        weight: gives a checkpoint's tensor by name; read bit by bit, so that no second model is held.
         rotary: the model's own rotary embedding.
         precision: of the linear layers, fp32 or int8.
     """
@@ -61,7 +62,7 @@ class LeanRunner:
         self._eps = np.float32(config.rms_norm_eps)
         self._rotary = rotary
         self._cosine = self._sine = np.empty((0, self._dim), np.float32)
-        self._pack: Callable[[np.ndarray], fp32.Panels | int8.Packed]
+        self._pack: Callable[[Stored], fp32.Panels | int8.Packed]
         self._pack = fp32.pack_panels if precision == "fp32" else int8.pack
         self._read_ends(config, weight)
         self._read_layers(config, weight)
@@ -126,14 +127,14 @@ class LeanRunner:
     def _read_ends(self, config: Any, weight: Weight) -> None:
         """The embedding, the last norm and the LM head. A tied embedding is read from the packed head."""
         tied, shape = config.tie_word_embeddings, (self.vocab_size, config.hidden_size)
-        self._norm = _checked(weight, "model.norm.weight", shape[1:])
+        self._norm = _checked(weight, "model.norm.weight", shape[1:])[:]
         self._head = stacked([self._pack(_checked(weight, _EMBEDDING if tied else "lm_head.weight", shape))], 1)
         if tied and isinstance(self._head, fp32.Panels):
             self._embed = partial(fp32.channels_of, self._head)
         elif tied and isinstance(self._head, int8.Packed):
             self._embed = partial(int8.channels_of, self._head, config.hidden_size)
         else:
-            self._embed = partial(np.take, _checked(weight, _EMBEDDING, shape), axis=0)
+            self._embed = partial(np.take, _checked(weight, _EMBEDDING, shape)[:], axis=0)
 
     def _read_layers(self, config: Any, weight: Weight) -> None:
         hidden, heads, kv = config.hidden_size, self._heads * self._dim, self._kv_heads * self._dim
@@ -142,7 +143,7 @@ class LeanRunner:
         def read(kind: str, channels: dict[str, int], *inputs: int) -> Iterator[np.ndarray]:
             for layer in range(self._layers):
                 names = {f"model.layers.{layer}.{part}.{kind}": size for part, size in channels.items()}
-                yield np.concatenate([_checked(weight, name, (size, *inputs)) for name, size in names.items()])
+                yield np.concatenate([_checked(weight, name, (size, *inputs))[:] for name, size in names.items()])
 
         def linear(channels: dict[str, int], inputs: int) -> fp32.Panels | int8.Packed:
             return stacked(map(self._pack, read("weight", channels, inputs)), self._layers)
@@ -163,9 +164,9 @@ class LeanRunner:
 _EMBEDDING = "model.embed_tokens.weight"
 
 
-def _checked(weight: Weight, name: str, shape: tuple[int, ...]) -> np.ndarray:
+def _checked(weight: Weight, name: str, shape: tuple[int, ...]) -> Stored:
     """A tensor whose shape is what the configuration says: the compiled loops rely on it."""
-    array = weight(name)
-    if array.shape != shape:
-        raise ModelFileError(f"{name} is {array.shape} and not {shape}, as config.json says; fetch the model again")
-    return array
+    stored = weight(name)
+    if stored.shape != shape:
+        raise ModelFileError(f"{name} is {stored.shape} and not {shape}, as config.json says; fetch the model again")
+    return stored

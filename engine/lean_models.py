@@ -31,7 +31,7 @@ def packed_runner(folder: str, precision: str, lean: bool = True) -> tuple[Runne
             pack_linears(model)
         return HFRunner(model), model.generation_config
     checkpoint = Checkpoint(_local(folder))
-    return LeanRunner(config, checkpoint.read, _rotary(config), precision), _generation(folder)
+    return LeanRunner(config, checkpoint.tensor, _rotary(config), precision), _generation(folder)
 
 
 def _local(folder: str) -> Path:

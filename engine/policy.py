@@ -6,17 +6,12 @@ A policy is a folder with `policy.json` (what it is, for which menu and observat
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load as load_tensors
-from safetensors.numpy import save as save_tensors
 
 from engine.controllers import BaseController
 from engine.costs import CostTable
@@ -24,12 +19,20 @@ from engine.errors import DraftgateError, PolicyError
 from engine.menu import Menu, parse_menu
 from engine.observation import SCHEMA_VERSION, Observation, ObservationSchema
 from engine.policy_heads import HEADS, Head
-from engine.storage import document_digest, write_atomically, write_json
+from engine.sealed import SealedFormat
 
-FORMAT, FORMAT_VERSION = "draftgate-policy", 3
 UNCUT_VERSION = 2  # of policies from before drafts could be cut: they are read as `min_confidence` 0
+FORMAT = SealedFormat(
+    name="policy",
+    form="draftgate-policy",
+    versions=(3, UNCUT_VERSION),
+    error=PolicyError,
+    noun="a policy",
+    made="export",
+    again="export it again",
+    wanted="give a folder that train.py exported",
+)
 DEFAULT_TARGET, DEFAULT_PRECISION = "smollm2-135m", "fp32"
-JSON_FILE, TENSOR_FILE = "policy.json", "policy.safetensors"
 
 
 @dataclass(frozen=True)
@@ -71,12 +74,8 @@ class Policy:
 
     def save(self, folder: str | Path) -> None:
         """Write the policy into `folder`, each file atomically. Raises `StorageError`."""
-        folder = Path(folder)
-        tensors = save_tensors(self.head.tensors())
         schema = ObservationSchema(self.menu)
         document = {
-            "format": FORMAT,
-            "version": FORMAT_VERSION,
             "name": self.name,
             "menu": str(self.menu),
             "drafters": list(self.menu.drafters),
@@ -87,10 +86,8 @@ class Policy:
             "head": {"kind": self.head.kind, **self.head.settings()},
             "costs": self.costs.to_json(),
             "provenance": dict(self.provenance),
-            "tensors_sha256": hashlib.sha256(tensors).hexdigest(),
         }
-        write_atomically(folder / TENSOR_FILE, lambda path: path.write_bytes(tensors))
-        write_json(folder / JSON_FILE, document | {"sha256": document_digest(document)})
+        FORMAT.write(Path(folder), document, self.head.tensors())
 
 
 class PolicyController(BaseController):
@@ -115,11 +112,7 @@ def load_policy(folder: str | Path) -> Policy:
     this version does not give.
     """
     folder = Path(folder)
-    document = _read_json(folder / JSON_FILE)
-    tensors = _read_bytes(folder / TENSOR_FILE)
-    _check_format(document, folder)
-    if hashlib.sha256(tensors).hexdigest() != document.get("tensors_sha256"):
-        raise PolicyError(f"{folder / TENSOR_FILE} was truncated or altered since its export; export it again")
+    document, tensors = FORMAT.read(folder)
     try:
         menu = parse_menu(document["menu"], document["drafters"])
         names = ObservationSchema(menu).names
@@ -127,7 +120,7 @@ def load_policy(folder: str | Path) -> Policy:
         kind = document["head"]["kind"]
         if kind not in HEADS:
             raise PolicyError(f"the policy in {folder} has an unknown head {kind!r}; known: {', '.join(HEADS)}")
-        head = HEADS[kind].load(document["head"], load_tensors(tensors), names, len(menu))
+        head = HEADS[kind].load(document["head"], tensors, names, len(menu))
         costs = CostTable.from_json(document["costs"])
         if not costs.covers(menu.lengths, menu.drafters):
             raise ValueError("its costs do not cover its menu")
@@ -145,11 +138,10 @@ def load_policy(folder: str | Path) -> Policy:
         raise
     except DraftgateError as error:
         raise PolicyError(f"the policy in {folder} is damaged ({error}); export it again") from error
-    except (KeyError, TypeError, ValueError, AttributeError, SafetensorError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise PolicyError(f"the policy in {folder} is damaged ({reason}); export it again") from error
-    if document.get("sha256") != document_digest(document):
-        raise PolicyError(f"{folder / JSON_FILE} was altered since its export; export it again")
+    FORMAT.check_document(folder, document)
     return policy
 
 
@@ -159,16 +151,6 @@ def _text(document: Mapping[str, Any], name: str) -> str:
     return str(document[name])
 
 
-def _check_format(document: Mapping[str, Any], folder: Path) -> None:
-    if document.get("format") != FORMAT:
-        raise PolicyError(f"{folder / JSON_FILE} is no Draftgate policy; give a folder that train.py exported")
-    if document.get("version") not in (UNCUT_VERSION, FORMAT_VERSION):
-        raise PolicyError(
-            f"the policy in {folder} has format {document.get('version')!r}, this version reads {FORMAT_VERSION}; "
-            "train it again or update draftgate"
-        )
-
-
 def _check_schema(schema: Mapping[str, Any], names: Sequence[str], folder: Path) -> None:
     theirs = tuple(schema["names"])
     if schema["version"] == SCHEMA_VERSION and theirs == tuple(names):
@@ -176,22 +158,3 @@ def _check_schema(schema: Mapping[str, Any], names: Sequence[str], folder: Path)
     odd = sorted(set(theirs) ^ set(names))
     what = f"features {', '.join(odd[:4])} differ" if odd else f"version {schema['version']}, here {SCHEMA_VERSION}"
     raise PolicyError(f"the policy in {folder} was made for another observation schema ({what}); train it again")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    data = _read_bytes(path)
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise PolicyError(f"{path} is not valid JSON ({error}); export the policy again") from error
-    if not isinstance(document, dict):
-        raise PolicyError(f"{path} is no Draftgate policy; give a folder that train.py exported")
-    return document
-
-
-def _read_bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise PolicyError(f"{path} cannot be read ({reason}); give a folder that train.py exported") from error

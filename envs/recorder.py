@@ -21,7 +21,7 @@ from engine.request import Request
 from engine.storage import cache_folder
 from envs.dialogue import Dialogue, Turn
 from envs.request_recorder import RequestRecorder
-from envs.trace import Trace, TraceSet, holds_traces, load_traces
+from envs.trace import FORMAT, Trace, TraceSet, load_traces
 from envs.workloads import Workload
 
 RECORDING_VERSION = 1  # part of every key: what is recorded, and how
@@ -140,7 +140,7 @@ def _known(folder: Path, number: int, like: TraceSet) -> Trace | None:
 
 def _kept(folder: Path) -> TraceSet | None:
     """The traces in a folder; None where there are none, or damaged ones, of which it warns."""
-    if not holds_traces(folder):
+    if not FORMAT.is_in(folder):
         return None
     try:
         return load_traces(folder)

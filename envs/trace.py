@@ -22,10 +22,18 @@ from typing import Any
 import numpy as np
 
 from engine.errors import TraceError
-from envs.sealed import read_sealed, write_sealed
+from engine.sealed import SealedFormat
 
-FORMAT, FORMAT_VERSION = "draftgate-traces", 1
-NAME = "traces"  # of the files in a folder
+FORMAT = SealedFormat(
+    name="traces",
+    form="draftgate-traces",
+    versions=(1,),
+    error=TraceError,
+    noun="traces",
+    made="recording",
+    again="record it again",
+    wanted="give a folder that was recorded",
+)
 
 # name -> (type, axes before the positions', axes behind it); D drafters, K = max_k.
 _ARRAYS: dict[str, tuple[type, str, str]] = {
@@ -175,8 +183,6 @@ class TraceSet:
         """Write the set into `folder`, each file atomically. Raises `StorageError`."""
         told = ("request", "kind", "group", "length", *_COUNTS)
         document = {
-            "format": FORMAT,
-            "version": FORMAT_VERSION,
             "drafters": list(self.drafters),
             "max_k": self.max_k,
             "lagging": list(self.lagging),
@@ -184,12 +190,13 @@ class TraceSet:
             "provenance": dict(self.provenance),
             "requests": [{name: getattr(trace, name) for name in told} for trace in self.traces],
         }
-        write_sealed(Path(folder), NAME, document, self.flat().arrays())
+        FORMAT.write(Path(folder), document, self.flat().arrays())
 
 
 def load_traces(folder: str | Path) -> TraceSet:
     """Load a set of traces. Raises `TraceError` where it is missing, truncated, altered or of another version."""
-    document, arrays = read_sealed(Path(folder), NAME, FORMAT, FORMAT_VERSION)
+    document, arrays = FORMAT.read(Path(folder))
+    FORMAT.check_document(Path(folder), document)
     try:
         return _assembled(document, arrays)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -240,8 +247,3 @@ def _joined(name: str, parts: Sequence[np.ndarray]) -> np.ndarray:
 
 def _positions_of(name: str, array: np.ndarray, where: slice) -> np.ndarray:
     return array[:, where] if _ARRAYS[name][1] else array[where]
-
-
-def holds_traces(folder: Path) -> bool:
-    """Whether a recording was written here, damaged or not."""
-    return (folder / f"{NAME}.json").exists()

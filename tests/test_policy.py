@@ -23,10 +23,11 @@ from engine.drafters.base import Signal
 from engine.errors import DraftgateError, PolicyError, StorageError
 from engine.menu import default_menu, parse_menu
 from engine.observation import Observation, ObservationSchema
-from engine.policy import JSON_FILE, TENSOR_FILE, Policy, load_policy
+from engine.policy import Policy, load_policy
 from engine.policy_heads import TableHead
 from engine.storage import document_digest
 
+JSON_FILE, TENSOR_FILE = "policy.json", "policy.safetensors"
 MENU = default_menu(("ngram",))
 SCHEMA = ObservationSchema(MENU)
 FEATURES = (
@@ -272,7 +273,8 @@ def test_an_edge_moved_by_hand(saved: Path) -> None:
 )
 def test_json_of_something_else(saved: Path, text: bytes) -> None:
     (saved / JSON_FILE).write_bytes(text)
-    assert refused(saved) == f"{saved / JSON_FILE} is no Draftgate policy; give a folder that train.py exported"
+    mend = "give a folder that train.py exported"
+    assert refused(saved) == f"{saved / JSON_FILE} is no draftgate-policy document; {mend}"
 
 
 @pytest.mark.parametrize(
@@ -283,14 +285,14 @@ def test_what_is_no_json(saved: Path, text: bytes) -> None:
     (saved / JSON_FILE).write_bytes(text)
     message = refused(saved)
     assert message.startswith(f"{saved / JSON_FILE} is not valid JSON (")
-    assert message.endswith("; export the policy again")
+    assert message.endswith("; export it again")
 
 
 @pytest.mark.parametrize("version", [0, 1, 4, "2", None, [1], "a\nb"])
 def test_another_format_version(saved: Path, version: Any) -> None:
     rewrite(saved, lambda d: d.update(version=version))
-    mend = "train it again or update draftgate"
-    assert refused(saved) == f"the policy in {saved} has format {version!r}, this version reads 3; {mend}"
+    mend = "export it again or update draftgate"
+    assert refused(saved) == f"{saved} holds a policy of format {version!r}, this version reads 3; {mend}"
 
 
 def set_at(*path: Any, to: Any) -> Callable[[dict[str, Any]], None]:
@@ -412,7 +414,7 @@ def test_tensors_of_another_shape_or_not_finite(saved: Path) -> None:
 )
 def test_headers_that_lie(saved: Path, tensors: bytes) -> None:
     resign(saved, tensors)
-    assert refused(saved).startswith(f"the policy in {saved} is damaged (SafetensorError: ")
+    assert refused(saved).startswith(f"{saved / TENSOR_FILE} is damaged (Error while deserializing: ")
 
 
 def test_a_pickle_is_never_opened(saved: Path, tmp_path: Path) -> None:

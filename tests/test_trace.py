@@ -13,8 +13,9 @@ import pytest
 from safetensors.numpy import load, save
 from trace_tools import made_up_traces
 
+from engine import sealed
 from engine.errors import StorageError, TraceError
-from envs import sealed, trace
+from envs import trace
 from envs.trace import Trace, TraceSet, load_traces
 
 JSON, TENSORS = "traces.json", "traces.safetensors"
@@ -147,10 +148,10 @@ def test_an_altered_document_is_refused(saved: Path) -> None:
 
 def test_another_version_is_refused(saved: Path) -> None:
     rewrite(saved, version=99)
-    with pytest.raises(TraceError, match="have format 99, this version reads 1; record them again"):
+    with pytest.raises(TraceError, match="holds traces of format 99, this version reads 1; record it again or update"):
         load_traces(saved)
     rewrite(saved, format="something")
-    with pytest.raises(TraceError, match="holds no draftgate-traces"):
+    with pytest.raises(TraceError, match="is no draftgate-traces document"):
         load_traces(saved)
 
 
@@ -169,7 +170,7 @@ def test_a_missing_file_is_named(saved: Path, name: str) -> None:
 
 
 def seal(folder: Path, document: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-    sealed.write_sealed(folder, trace.NAME, document, arrays)
+    trace.FORMAT.write(folder, document, arrays)
 
 
 def test_contents_that_do_not_fit_together_are_refused_even_if_sealed(saved: Path) -> None:

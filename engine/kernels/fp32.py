@@ -7,9 +7,10 @@ from typing import NamedTuple
 import numpy as np
 from numba import prange
 
+from engine.checkpoint import Stored
 from engine.kernels.compile import parallel
 from engine.kernels.fma import LANES, TILE, dot_panel
-from engine.kernels.int8 import aligned
+from engine.kernels.int8 import PACKED_AT_ONCE, aligned
 from engine.kernels.lanes import pointer
 from engine.kernels.rows import F, exp
 
@@ -25,15 +26,14 @@ class Panels(NamedTuple):
     panels: np.ndarray
 
 
-def pack_panels(weight: np.ndarray) -> Panels:
+def pack_panels(weight: Stored) -> Panels:
     """Lay out a weight `[channels, inputs]` in panels."""
     channels, inputs = weight.shape
     panels = aligned((-(-channels // LANES), inputs, LANES), np.float32)
-    whole, rest = divmod(channels, LANES)
-    panels[:whole] = weight[: whole * LANES].reshape(whole, LANES, inputs).transpose(0, 2, 1)
-    if rest:
-        panels[whole] = 0
-        panels[whole, :, :rest] = weight[whole * LANES :].T
+    for first in range(0, channels, PACKED_AT_ONCE):
+        part = weight[first : first + PACKED_AT_ONCE]
+        filled = np.pad(part, ((0, -len(part) % LANES), (0, 0))).reshape(-1, LANES, inputs)
+        panels[first // LANES :][: len(filled)] = filled.transpose(0, 2, 1)
     return Panels(panels)
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from engine.checkpoint import Stored
 from engine.kernels.madd import PADDING
 
 LARGEST_WEIGHT = 127
@@ -38,16 +39,17 @@ def aligned(shape: tuple[int, ...], kind: type[np.generic]) -> np.ndarray:
     return memory[start : start + size].view(kind).reshape(shape)
 
 
-def pack(weight: np.ndarray) -> Packed:
+def pack(weight: Stored) -> Packed:
     """Quantise a weight `[channels, inputs]`, symmetrically, to the nearest of 255 steps for each channel."""
     channels, inputs = weight.shape
     steps, scale = aligned((channels, padded(inputs)), np.int8), np.empty(channels, np.float32)
     steps[:, inputs:] = 0
     for first in range(0, channels, PACKED_AT_ONCE):
         block = slice(first, first + PACKED_AT_ONCE)
-        largest = np.abs(weight[block]).max(axis=1)
+        part = weight[block]
+        largest = np.abs(part).max(axis=1)
         scale[block] = np.where(largest > 0, largest / LARGEST_WEIGHT, 1.0)
-        np.rint(weight[block] / scale[block, None], out=steps[block, :inputs], casting="unsafe")
+        np.rint(part / scale[block, None], out=steps[block, :inputs], casting="unsafe")
     return Packed(steps, scale)
 
 

@@ -1,0 +1,103 @@
+"""A folder of one JSON document and one file of tensors, sealed by digests: what was altered is not believed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load as load_tensors
+from safetensors.numpy import save as save_tensors
+
+from engine.errors import DraftgateError
+from engine.storage import document_digest, write_atomically, write_json
+
+
+@dataclass(frozen=True)
+class SealedFormat:
+    """A kind of such a folder, and how its errors are worded.
+
+    Attributes:
+        name: of both files.
+        form: the document's `format`.
+        versions: the document's `version`: the one that is written, and older ones that can be read too.
+        error: what is raised; each names cause and mend.
+        noun: what such a folder holds, as in "holds a policy".
+        made, again: how it came to be, and what mends it.
+        wanted: what a user should have given.
+    """
+
+    name: str
+    form: str
+    versions: tuple[int, ...]
+    error: type[DraftgateError]
+    noun: str
+    made: str
+    again: str
+    wanted: str
+
+    def write(self, folder: Path, document: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+        """Write both files into `folder`, each atomically. Raises `StorageError`."""
+        tensors = save_tensors({key: np.ascontiguousarray(array) for key, array in arrays.items()})
+        sealed = {"format": self.form, "version": self.versions[0], **document}
+        sealed["tensors_sha256"] = hashlib.sha256(tensors).hexdigest()
+        write_atomically(self._tensors(folder), lambda path: path.write_bytes(tensors))
+        write_json(self._json(folder), sealed | {"sha256": document_digest(sealed)})
+
+    def read(self, folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """The inverse of `write`; whoever has understood the document calls `check_document` too.
+
+        Raises `error` where a file is missing, truncated, altered or of another version.
+        """
+        document, path = self._read_json(folder), self._tensors(folder)
+        tensors = self._read_bytes(path)
+        if document.get("format") != self.form:
+            raise self.error(f"{self._json(folder)} is no {self.form} document; {self.wanted}")
+        if document.get("version") not in self.versions:
+            found = f"format {document.get('version')!r}, this version reads {self.versions[0]}"
+            raise self.error(f"{folder} holds {self.noun} of {found}; {self.again} or update draftgate")
+        if hashlib.sha256(tensors).hexdigest() != document.get("tensors_sha256"):
+            raise self.error(f"{path} was truncated or altered since its {self.made}; {self.again}")
+        try:
+            return document, load_tensors(tensors)
+        except SafetensorError as error:
+            raise self.error(f"{path} is damaged ({error}); {self.again}") from error
+
+    def check_document(self, folder: Path, document: Mapping[str, Any]) -> None:
+        """Raise `error` where the document is not as it was written: after its contents were checked, whose faults
+        have clearer messages."""
+        if document.get("sha256") != document_digest(document):
+            raise self.error(f"{self._json(folder)} was altered since its {self.made}; {self.again}")
+
+    def is_in(self, folder: Path) -> bool:
+        """Whether such a document was written here, damaged or not."""
+        return self._json(folder).exists()
+
+    def _json(self, folder: Path) -> Path:
+        return folder / f"{self.name}.json"
+
+    def _tensors(self, folder: Path) -> Path:
+        return folder / f"{self.name}.safetensors"
+
+    def _read_json(self, folder: Path) -> dict[str, Any]:
+        path = self._json(folder)
+        data = self._read_bytes(path)
+        try:
+            document = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise self.error(f"{path} is not valid JSON ({error}); {self.again}") from error
+        if not isinstance(document, dict):
+            raise self.error(f"{path} is no {self.form} document; {self.wanted}")
+        return document
+
+    def _read_bytes(self, path: Path) -> bytes:
+        try:
+            return path.read_bytes()
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise self.error(f"{path} cannot be read ({reason}); {self.wanted}") from error
