@@ -1,4 +1,8 @@
-"""Judge exported policies against plain decoding and every fixed draft length, live and interleaved."""
+"""Judge exported policies against plain decoding and the simple rules, live and interleaved.
+
+The rules are every fixed draft length of every drafter, and for a policy that cuts its drafts the longest draft with
+the same cut, `threshold:T`: it needs no learning, so that a policy is worth its name only where it beats it.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +18,14 @@ from tyro.conf import UseAppendAction
 
 from agents.evaluation import PLAIN, Judgement, judge
 from agents.plots import plot_judgement
-from agents.prompt_files import load_prompts
 from agents.report import kinds_table, table
-from engine import Menu, Policy, SpeculativeDecoder, command_line, load_policy
+from engine import Policy, SpeculativeDecoder, command_line, load_policy
+from engine.controllers import fixed_name, make_controller
 from engine.costs import machine_fingerprint
 from engine.decoder import DEFAULT_CACHE_BYTES
 from engine.errors import PolicyError, SettingError, StorageError
 from engine.storage import write_json
-from envs.workloads import BUNDLED
+from envs.workloads import BUNDLED, load_workload
 
 DEFAULT_POLICY = Path("checkpoints/local")
 
@@ -29,17 +33,19 @@ DEFAULT_POLICY = Path("checkpoints/local")
 @dataclass(frozen=True)
 class Options:
     policy: Annotated[list[Path], UseAppendAction] = field(default_factory=list)
-    """Folder of an exported policy; default: checkpoints/local. Several must be made for one menu."""
+    """Folder of an exported policy; default: checkpoints/local. Several must be made for one menu, and for
+    one target and precision unless these are given."""
     target: str | None = None
-    """The model; default: what the first policy was trained with."""
+    """The model; default: what the policies were trained with."""
     precision: str | None = None
-    """fp32, bf16, fp16 or int8; default: what the first policy was trained with."""
+    """fp32, bf16, fp16 or int8; default: what the policies were trained with."""
     exact: str | None = None
     """What makes the tokens plain decoding's: bitwise, guarded or off; default: the best that costs little."""
     device: str = "cpu"
     """cpu or cuda."""
     controllers: list[str] = field(default_factory=list)
-    """Further controllers to judge: heuristic, cost-model, threshold:T, fresh."""
+    """Controllers to judge beside plain decoding, the fixed draft lengths and the policies' own thresholds: heuristic,
+    cost-model, threshold:T, fresh."""
     workload: Annotated[list[str], UseAppendAction] = field(default_factory=list)
     """Prompts: bundled (the default), or a file (chat JSONL, Spec-Bench JSONL, documents with questions, one prompt a
     line). Several are one workload."""
@@ -62,19 +68,14 @@ class Options:
 
 
 def main(options: Options) -> None:
-    if options.requests < 0:
-        raise SettingError(f"requests is {options.requests}; give a number of requests, or 0 for all")
-    if options.seed < 0:
-        raise SettingError(f"seed is {options.seed}; give a seed from 0")
+    check_numbers(options)
     folders = options.policy or [DEFAULT_POLICY]
     policies = {folder: load_policy(folder) for folder in dict.fromkeys(folders)}
-    check_menus(policies)
-    split = None if options.split == "all" else options.split
-    workload = load_prompts(options.workload or [BUNDLED], split)
-    if 0 < options.requests < workload.num_requests:
-        workload = workload.sample(options.requests, options.seed)
-    decoder = load_decoder(options, policies[folders[0]])
+    check_together(policies, options)
     arms = make_arms(policies, options.controllers)
+    split = None if options.split == "all" else options.split
+    workload = load_workload(options.workload or [BUNDLED], split).at_most(options.requests, options.seed)
+    decoder = load_decoder(options, policies[folders[0]])
     with tqdm(total=workload.num_requests, unit="request", desc=f"{len(arms)} arms") as bar:
         judgement = judge(decoder, arms, workload, options.max_new_tokens, bar.update, options.guard)
     print(table(judgement), kinds_table(judgement), sep="\n\n")
@@ -85,14 +86,28 @@ def main(options: Options) -> None:
         print(f"the plot is left out: {error}", file=sys.stderr)
 
 
-def check_menus(policies: Mapping[Path, Policy]) -> None:
-    """Raise `PolicyError` for policies that one engine cannot serve."""
+def check_numbers(options: Options) -> None:
+    """Raise `SettingError` for a number out of its range."""
+    if options.requests < 0:
+        raise SettingError(f"requests is {options.requests}; give a number of requests, or 0 for all")
+    if options.seed < 0:
+        raise SettingError(f"seed is {options.seed}; give a seed from 0")
+    if options.max_new_tokens < 1:
+        raise SettingError(f"max-new-tokens is {options.max_new_tokens}; give 1 or more")
+
+
+def check_together(policies: Mapping[Path, Policy], options: Options) -> None:
+    """Raise `PolicyError` for policies that one engine cannot serve: what differs must have been given."""
     (first, reference), *others = policies.items()
     for folder, policy in others:
-        if policy.menu != reference.menu:
-            raise PolicyError(
-                f"{folder} was made for menu {policy.menu}, {first} for {reference.menu}; judge them one by one"
-            )
+        for what, ours, theirs, given in (
+            ("menu", policy.menu, reference.menu, None),
+            ("target", policy.target, reference.target, options.target),
+            ("precision", policy.precision, reference.precision, options.precision),
+        ):
+            if given is None and ours != theirs:
+                mend = "judge them one by one" + ("" if what == "menu" else f", or give --{what} for all")
+                raise PolicyError(f"{folder} was made for {what} {ours}, {first} for {theirs}; {mend}")
 
 
 def load_decoder(options: Options, policy: Policy) -> SpeculativeDecoder:
@@ -123,14 +138,19 @@ def report(options: Options, judgement: Judgement, policies: Sequence[Path]) -> 
         print(json.dumps({name: value for name, value in document.items() if name != "outcomes"}), flush=True)
 
 
-def make_arms(policies: Mapping[Path, Policy], controllers: list[str]) -> dict[str, str | Policy]:
-    """Plain decoding, every fixed draft length of every drafter, what else was asked for, and the policies.
+def make_arms(policies: Mapping[Path, Policy], controllers: Sequence[str]) -> dict[str, str | Policy]:
+    """Plain decoding, every fixed draft length of every drafter, what else was asked for, each cut of a policy as a
+    rule of its own, and the policies; policies of one name are told apart by their folders.
 
-    Policies of one name are told apart by their folders.
+    Raises `ControllerError` or `MenuError` for a name that is no controller of the policies' menu.
     """
-    arms: dict[str, str | Policy] = {PLAIN: PLAIN}
-    menu = next(iter(policies.values())).menu
-    arms |= {name: name for name in (*fixed_arms(menu), *controllers)}
+    reference = next(iter(policies.values()))
+    menu = reference.menu
+    made = {make_controller(name, menu, lambda: reference.costs).name for name in controllers}
+    fixed = [fixed_name(menu, action) for action, entry in enumerate(menu.actions) if entry.reuse]
+    cuts = [f"threshold:{policy.min_confidence:g}" for policy in policies.values() if policy.min_confidence > 0]
+    cuts = [rule for rule in cuts if rule not in made]
+    arms: dict[str, str | Policy] = {name: name for name in (PLAIN, *fixed, *controllers, *cuts)}
     names = [policy.name for policy in policies.values()]
     for folder, policy in policies.items():
         where = f" in {folder}" if names.count(policy.name) > 1 else ""
@@ -138,12 +158,7 @@ def make_arms(policies: Mapping[Path, Policy], controllers: list[str]) -> dict[s
     return arms
 
 
-def fixed_arms(menu: Menu) -> list[str]:
-    """`fixed:4` for a menu's only drafter, `fixed:4:ngram` where there are several."""
-    several = len(menu.drafters) > 1
-    actions = [action for action in menu.actions if action.reuse and action.k > 0]
-    return [f"fixed:{action.k}:{action.drafter}" if several else f"fixed:{action.k}" for action in actions]
-
-
 if __name__ == "__main__":
-    command_line.run(Options, main, "Judge policies against plain decoding and every fixed draft length.")
+    command_line.run(
+        Options, main, "Judge policies against plain decoding, fixed draft lengths and their own cuts as thresholds."
+    )

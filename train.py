@@ -1,4 +1,4 @@
-"""Learn a controller: calibrate -> record -> train on replay -> validate on held-out traces -> export -> check live."""
+"""Learn a controller: calibrate -> record -> train on replay -> validate -> export -> check live."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Annotated, Any
 from tyro.conf import UseAppendAction
 
 from agents.pipeline import Pipeline
-from agents.prompt_files import load_prompts
 from agents.provenance import provenance
 from agents.run_folder import RunFolder
 from agents.stages import stage
@@ -21,10 +20,11 @@ from engine.decoder import DEFAULT_CACHE_BYTES
 from engine.errors import MenuError, SettingError
 from engine.exactness import check_exact
 from engine.menu import default_menu, parse_menu
-from envs.workloads import BUNDLED, Workload
+from envs.workloads import BUNDLED, Workload, load_workload
 from envs.workloads.splits import unknown_name
 
 WANDB = ("off", "offline", "online")
+EXPORTS = ("best", "learned")
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,9 @@ class Options:
     needs calibration elsewhere)."""
     check_requests: int = 8
     """Validation requests that the policy is checked on live; 0 skips the check."""
+    export: str = "best"
+    """What is exported: best (the policy of the best seed, or a simple rule where no seed is faster on the validation
+    requests), or learned (that policy in any case)."""
     out: Path = Path("checkpoints/local")
     """Folder for the policy, its card, and the run's state."""
     resume: bool = False
@@ -73,10 +76,8 @@ class Options:
 
 def main(options: Options) -> None:
     options = settle(options)
-    menu = parse_menu(options.menu, options.drafter) if options.menu else default_menu(options.drafter)
-    if not menu.lengths:
-        raise MenuError(f"the menu {menu} drafts nothing, so there is nothing to learn; add lengths, as reuse/4")
-    train, validation = (load_prompts(options.workload, split) for split in ("train", "validation"))
+    menu = settle_menu(options)
+    train, validation = (load_workload(options.workload, split) for split in ("train", "validation"))
     config = describe(options, menu, [train, validation])
     folder = RunFolder(options.out, config)
     folder.check(options.resume, options.overwrite)
@@ -101,10 +102,9 @@ def run(pipeline: Pipeline, options: Options, train: Workload, validation: Workl
     assert options.steps is not None
     pipeline.train(options.agent, options.steps, seeds_of(options))
     pipeline.validate()
-    pipeline.export()
+    pipeline.export(rules=options.export == "best")
     if options.check_requests:
-        held_back = validation.sample(min(options.check_requests, validation.num_requests), options.seed)
-        pipeline.check(held_back, options.max_new_tokens)
+        pipeline.check(validation.at_most(options.check_requests, options.seed), options.max_new_tokens)
 
 
 def settle(options: Options) -> Options:
@@ -112,6 +112,7 @@ def settle(options: Options) -> Options:
     for name, value, known in (
         ("agent", options.agent, AGENTS),
         ("costs", options.costs, COSTS),
+        ("export", options.export, EXPORTS),
         ("wandb mode", options.wandb, WANDB),
     ):
         if value not in known:
@@ -130,6 +131,18 @@ def settle(options: Options) -> Options:
     check_exact(options.exact)
     drafter, workload = options.drafter or ["ngram"], options.workload or [BUNDLED]
     return replace(options, steps=steps, drafter=drafter, workload=workload)
+
+
+def settle_menu(options: Options) -> Menu:
+    """The menu that was asked for, or the default one. Raises `MenuError` for one that there is nothing to learn on."""
+    menu = parse_menu(options.menu, options.drafter) if options.menu else default_menu(options.drafter)
+    if not menu.lengths:
+        raise MenuError(f"the menu {menu} drafts nothing, so there is nothing to learn; add lengths, as reuse/4")
+    for action in menu.actions:
+        # The rules that a policy is held against, and calibration, draft under reuse.
+        if action.k and (twin := replace(action, reuse=True)) not in menu.actions:
+            raise MenuError(f"the menu {menu} holds {action} without {twin}; add that")
+    return menu
 
 
 def seeds_of(options: Options) -> range:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -11,6 +11,9 @@ from engine.costs import CostTable
 from engine.menu import Menu
 from engine.policy_heads import Head
 from envs.trace import TraceSet
+
+# Told the steps or rounds done, the speed-up over plain decoding on the validation requests, and the best head so far.
+OnRound = Callable[[int, float, Head], object]
 
 
 class Learner(Protocol):
@@ -45,11 +48,22 @@ class Learner(Protocol):
 class BatchLearner(Protocol):
     """Learns a controller from recorded requests, all of them at once."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
-    def fit(self, train: TraceSet, validation: TraceSet, menu: Menu, costs: Sequence[CostTable], seed: int = 0) -> Head:
-        """The decision function that serves the training requests best under all of these costs.
+    def fit(
+        self,
+        train: TraceSet,
+        validation: TraceSet,
+        menu: Menu,
+        costs: Sequence[CostTable],
+        seed: int = 0,
+        on_round: OnRound = ...,
+        min_confidence: float = 0.0,
+    ) -> Head:
+        """The decision function that serves the training requests best under all of these costs; a seed decides all.
 
-        The validation requests choose among candidates; no other figure is taken from them.
+        The validation requests choose among candidates; no other figure is taken from them. Drafts end before the first
+        token that their drafter trusts less than `min_confidence`.
         """
         ...

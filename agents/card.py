@@ -10,8 +10,10 @@ from agents.evaluation import Judgement
 from agents.material import Material
 from agents.report import table
 from agents.run_folder import CARD_FILE
+from agents.trainers import BANDITS
 from agents.validation import Validation
 from engine import Policy
+from engine.policy_heads import ConstantHead
 from engine.storage import write_atomically
 
 
@@ -19,8 +21,8 @@ def write_card(
     folder: Path, policy: Policy, material: Material, validation: Validation | None, judgement: Judgement | None
 ) -> None:
     """Write README.md into a run's folder. What was not measured is said to be so. Raises `StorageError`."""
-    parts = [_title(policy), _training(policy, material), _validation(validation), _check(judgement)]
-    text = "\n\n".join([*parts, _use(folder), _limits(policy, validation), _origin(policy)]) + "\n"
+    parts = [_title(policy), _training(policy, material), _validation(policy, validation), _check(judgement)]
+    text = "\n\n".join([*parts, _use(policy, folder), _limits(policy), _origin(policy)]) + "\n"
     write_atomically(folder / CARD_FILE, lambda path: path.write_text(text, encoding="utf-8"))
 
 
@@ -28,8 +30,7 @@ def _title(policy: Policy) -> str:
     told = policy.provenance
     return (
         f"# Policy {policy.name} for {policy.target}\n\n"
-        "A controller for speculative decoding: before each step it chooses who drafts how many tokens, and in a "
-        "request's first\nstep whether a cached prefix is reused. It never changes which tokens come out.\n\n"
+        f"{_what(policy)} It never changes which tokens come out.\n\n"
         + _list(
             {
                 "target": f"{policy.target}, {policy.precision}, exactness {told['exactness']}",
@@ -39,6 +40,19 @@ def _title(policy: Policy) -> str:
                 "device": told["device"],
             }
         )
+    )
+
+
+def _what(policy: Policy) -> str:
+    if isinstance(policy.head, ConstantHead):
+        return (
+            f"A rule for speculative decoding, `{policy.name}`: the same choice at every step, without a look at "
+            "anything. No learned policy is\nfaster on the validation requests, so the rule is exported in its place; "
+            "what was learned is in `seeds/`."
+        )
+    return (
+        "A controller for speculative decoding: before each step it chooses who drafts how many tokens, and in a "
+        "request's first\nstep whether a cached prefix is reused."
     )
 
 
@@ -58,15 +72,23 @@ def _training(policy: Policy, material: Material) -> str:
     )
 
 
-def _validation(validation: Validation | None) -> str:
-    head = "## On held-out traces\n\n"
+def _validation(policy: Policy, validation: Validation | None) -> str:
+    head = "## On validation traces\n\n"
     if validation is None:
         return head + "Not validated: the run was interrupted."
     return (
         f"{head}Replayed at the calibrated costs, {validation.groups} independent groups of requests; speed-up is over "
-        f"plain decoding, prefill\nincluded. Of several seeds the best one is exported.\n\n"
+        f"plain decoding, prefill\nincluded. {_chosen_on(policy, validation)}\n\n"
         f"```\n{validation.table()}\n```"
     )
+
+
+def _chosen_on(policy: Policy, validation: Validation) -> str:
+    chosen = ["iterate"] if policy.provenance["agent"] not in BANDITS else []
+    chosen += ["seed"] if len(validation.seeds) > 1 else []
+    if not chosen:
+        return "Nothing was chosen on these requests."
+    return f"They chose the {' and the '.join(chosen)} that is exported, which flatters its figure a little."
 
 
 def _check(judgement: Judgement | None) -> str:
@@ -77,17 +99,23 @@ def _check(judgement: Judgement | None) -> str:
     return f"{head}{caption}\n\n```\n{table(judgement)}\n```"
 
 
-def _use(folder: Path) -> str:
+def _use(policy: Policy, folder: Path) -> str:
+    heeds = policy.provenance["costs"] != "measured"
     return (
         "## Load it\n\n```python\nfrom engine import SpeculativeDecoder, load_policy\n\n"
         f"decoder = SpeculativeDecoder.from_pretrained(controller=load_policy({str(folder)!r}))\n"
         'print(decoder.generate([{"role": "user", "content": "Name three rivers."}]).text)\n```\n\n'
-        "The engine is then the one of the training, unless told otherwise. Where the machine is another one, costs "
-        "are calibrated\nin seconds, and the policy is told these."
+        "The engine is then the one of the training, unless told otherwise. Where the machine is another one, its "
+        "costs are calibrated\nin seconds"
+        + (
+            ", and the policy is told these."
+            if heeds
+            else ": for the guard; the policy knows one machine's costs only."
+        )
     )
 
 
-def _limits(policy: Policy, validation: Validation | None) -> str:
+def _limits(policy: Policy) -> str:
     lines = [
         "It was trained on greedy answers; under sampling, drafts are accepted less often.",
         "It serves one request at a time: no batch was ever seen.",
@@ -96,8 +124,6 @@ def _limits(policy: Policy, validation: Validation | None) -> str:
     ]
     if policy.provenance["costs"] == "measured":
         lines.append("It saw the costs of one machine only. For several, train with `--costs randomised`.")
-    if validation is not None and len(validation.seeds) > 1:
-        lines.append("The seed was chosen on the validation requests, which flatters their figures a little.")
     lines.append("For figures of prompts that had no part in it: `python evaluate.py --split test`.")
     return "## Limits\n\n" + "\n".join(f"- {line}" for line in lines)
 

@@ -12,10 +12,12 @@ import numpy as np
 from engine import Generation, Policy, SpeculativeDecoder
 from engine.controllers import Controller, make_controller
 from engine.errors import PromptError
+from engine.results import Counters
 from envs.dialogue import Dialogue, Turn
 from envs.workloads import Workload
 
 RESAMPLES = 2000
+ENDS = (2.5, 97.5)  # percentiles of an interval
 PLAIN = "plain"
 
 
@@ -204,8 +206,12 @@ def _summary(arm: str, outcomes: list[Outcome], plain: list[Outcome]) -> ArmSumm
     seconds = np.array([o.seconds for o in outcomes])
     reference = np.array([o.seconds for o in plain])
     low, high = ratio_interval(reference, seconds, [o.group for o in outcomes])
-    tokens, drafts = sum(o.tokens for o in outcomes), sum(o.drafts for o in outcomes)
-    accepted, drafted = sum(o.accepted for o in outcomes), sum(o.drafted for o in outcomes)
+    tokens = sum(o.tokens for o in outcomes)
+    drafting = Counters(
+        num_drafts=sum(o.drafts for o in outcomes),
+        num_draft_tokens=sum(o.drafted for o in outcomes),
+        num_accepted_tokens=sum(o.accepted for o in outcomes),
+    )
     return ArmSummary(
         arm=arm,
         tokens=tokens,
@@ -215,8 +221,8 @@ def _summary(arm: str, outcomes: list[Outcome], plain: list[Outcome]) -> ArmSumm
         speedup_low=low,
         speedup_high=high,
         time_to_first_token=float(np.median([o.first_token for o in outcomes])),
-        acceptance_rate=accepted / max(1, drafted),
-        mean_acceptance_length=1.0 + accepted / max(1, drafts),
+        acceptance_rate=drafting.acceptance_rate,
+        mean_acceptance_length=drafting.mean_acceptance_length,
         guarded=sum(o.guard_steps for o in outcomes) / max(1, sum(o.steps for o in outcomes)),
         mismatched_tokens=sum(o.mismatched for o in outcomes),
         guarded_rows=sum(o.guarded_rows for o in outcomes),
@@ -226,12 +232,18 @@ def _summary(arm: str, outcomes: list[Outcome], plain: list[Outcome]) -> ArmSumm
 def ratio_interval(reference: np.ndarray, seconds: np.ndarray, groups: Sequence[str]) -> tuple[float, float]:
     """95 % bootstrap interval of the ratio of two arms' sums of seconds, resampling groups with both times together.
 
-    Requests of one conversation or document are alike, so that they are no independent samples.
+    One group alone leaves nothing to resample: both ends are then the ratio, and tables show no interval.
     """
-    _, member = np.unique(np.array(groups), return_inverse=True)
-    reference, seconds = np.bincount(member, reference), np.bincount(member, seconds)
-    rng = np.random.default_rng(0)
-    chosen = rng.integers(0, len(seconds), (RESAMPLES, len(seconds)))
-    ratios = reference[chosen].sum(axis=1) / seconds[chosen].sum(axis=1)
-    low, high = np.percentile(ratios, [2.5, 97.5])
+    sums = resampled_sums(np.column_stack([reference, seconds]), groups)
+    low, high = np.percentile(sums[:, 0] / sums[:, 1], ENDS)
     return float(low), float(high)
+
+
+def resampled_sums(measured: np.ndarray, groups: Sequence[str], seed: int = 0) -> np.ndarray:
+    """Sums `[RESAMPLES, figures]` of what was measured of requests, `[requests, figures]`: the bootstrap (Efron 1979).
+
+    Whole groups are drawn: requests of one conversation or document are alike, and no independent samples.
+    """
+    names, member = np.unique(np.asarray(groups), return_inverse=True)
+    chosen = np.random.default_rng(seed).integers(0, len(names), (RESAMPLES, len(names)))
+    return np.stack([np.bincount(member, figure)[chosen].sum(axis=1) for figure in measured.T], axis=1)

@@ -8,19 +8,10 @@ arms that were not pulled too: see `agents.side_observations`.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-
 import numpy as np
 
-from agents.side_observations import (
-    KNOWN,
-    FirstStep,
-    StepTimes,
-    restore_arrays,
-    rng_words,
-    side_observations,
-)
+from agents.bandit import Bandit
+from agents.side_observations import KNOWN
 from engine.cells import Cells
 from engine.menu import Menu
 from engine.observation import ObservationSchema
@@ -30,42 +21,24 @@ PRIOR_PULLS = 8.0  # how many pulls the mean over all cells counts for in one ce
 FIRST_DEVIATION = 1.0  # tokens, until an arm has been pulled often enough to tell
 MOST_ROUNDS = 20  # of Dinkelbach's iteration, which settles after a few
 UNTRIED = 1e6  # the bound of an arm that was never pulled
-_ARRAYS = ("sums", "visits", "totals", "times")
 
 
-class GainTable(ABC):
+class GainTable(Bandit):
     """Arms with side observations over `cells` of the observation; who inherits says how the next arm is chosen.
 
     Attributes:
         sums: float64 `[cells, actions, 6]`: pulls, tokens, plain steps, and the sums of tokens squared, plain steps
             squared and their product.
         visits: float64 `[cells]`: steps really taken in each cell, whatever was pulled.
-        totals: tokens and plain steps of all that was really pulled; their ratio is the rate.
-        times: float64, the sums of `StepTimes`.
     """
 
-    name: str
+    kept = ("sums", "visits", "totals", "times")
 
     def __init__(self, menu: Menu, schema: ObservationSchema, cells: Cells | None = None, seed: int = 0) -> None:
-        self.menu = menu
+        super().__init__(menu, schema, seed)
         self.cells = cells or default_cells(menu, schema)
         self.sums = np.zeros((self.cells.count, len(menu), 6))
         self.visits = np.zeros(self.cells.count)
-        self.totals = np.zeros(2)
-        self._step_times = StepTimes(menu)
-        self.times = self._step_times.sums
-        self._first = FirstStep(schema)
-        self._rng = np.random.default_rng(seed)
-
-    @abstractmethod
-    def choose(self, vector: np.ndarray, mask: Sequence[bool]) -> int:
-        """The arm to try next for an observation `[features]`."""
-
-    @property
-    def rate(self) -> float:
-        """Tokens per plain step reached so far; 1 is plain decoding."""
-        tokens, time = self.totals
-        return float(tokens / time) if time > 0 else 1.0
 
     def update(
         self, vector: np.ndarray, action: int, drafted: int, accepted: int, tokens: int, plain_steps: float
@@ -78,10 +51,8 @@ class GainTable(ABC):
         if self._first.pending(vector):
             return
         self._step_times.add(action, drafted, plain_steps)
-        for arm, would_commit, would_draft in side_observations(self.menu, action, drafted, accepted, tokens):
-            known = self._step_times.mean(arm, would_draft)
-            if known:
-                self._add(cell, arm, would_commit, *known)
+        for arm, would_commit, time, squared in self._revealed(action, drafted, accepted, tokens):
+            self._add(cell, arm, would_commit, time, squared)
 
     def head(self) -> TableHead:
         """Mean gains at the rate of the table itself; an arm that nobody tried is never the best one."""
@@ -90,16 +61,6 @@ class GainTable(ABC):
         values = tokens - self._best_rate(tokens, time, never) * time
         values[:, never] = values.min() - 1.0
         return TableHead(self.cells, values.astype(np.float32))
-
-    def state(self) -> dict[str, np.ndarray]:
-        return self._arrays() | {"rng": rng_words(self._rng)}
-
-    def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        """The inverse of `state`. Raises `KeyError` or `ValueError` for another form, and then changes nothing."""
-        restore_arrays(self._arrays(), self._rng, state)
-
-    def _arrays(self) -> dict[str, np.ndarray]:
-        return {name: getattr(self, name) for name in _ARRAYS}
 
     def _means(self) -> tuple[np.ndarray, np.ndarray]:
         """Mean tokens and plain steps of each arm, `[cells, actions]`; a cell seldom seen leans on all cells' mean.

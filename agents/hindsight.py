@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from engine.controllers import fixed_name
 from engine.costs import CostTable
 from engine.menu import Menu
 from envs.trace import TraceSet
@@ -67,39 +68,28 @@ def try_fixed(traces: TraceSet, costs: CostTable, menu: Menu) -> Tried:
     return Tried(tuple(fixed_name(menu, action) for action in actions), np.array(seconds))
 
 
-def try_thresholds(traces: TraceSet, costs: CostTable, menu: Menu, thresholds: Sequence[float] = THRESHOLDS) -> Tried:
-    """The menu's longest draft, cut where the drafter's confidence falls below each of these."""
-    longest = menu.find(max(menu.lengths, default=0))
+def try_thresholds(
+    traces: TraceSet,
+    costs: CostTable,
+    menu: Menu,
+    thresholds: Sequence[float] = THRESHOLDS,
+    drafter: str | None = None,
+) -> Tried:
+    """The longest draft of a drafter, else of the menu, cut where confidence falls below each of these."""
+    entries = [entry for entry in menu.actions if drafter in (None, entry.drafter)]
+    longest = menu.find(max((entry.k for entry in entries), default=0), drafter)
     rows = [rollout(traces, costs, menu, longest, observed=False, min_confidence=each).seconds for each in thresholds]
     return Tried(tuple(f"threshold:{each:g}" for each in thresholds), np.array(rows))
 
 
 def tuned_cut(traces: TraceSet, costs: Sequence[CostTable], menu: Menu) -> float:
-    """The threshold under which the menu's longest draft takes the least time over plain decoding's, on average over
-    the tables; 0 where nothing is ever drafted."""
+    """The threshold under which the longest draft takes the least time over plain decoding's, on average over the
+    tables, by the drafter that is the fastest so; 0 where nothing is ever drafted."""
     if not menu.lengths:
         return 0.0
-    times = np.zeros(len(THRESHOLDS))
+    times = np.zeros((len(menu.drafters), len(THRESHOLDS)))
     for table in costs:
         plain = rollout(traces, table, menu, menu.plain, observed=False).seconds.sum()
-        times += try_thresholds(traces, table, menu).seconds.sum(axis=1) / plain
-    return THRESHOLDS[int(times.argmin())]
-
-
-def best_fixed(traces: TraceSet, menu: Menu, costs: CostTable, min_confidence: float = 0.0) -> tuple[int, float]:
-    """The best action to take throughout, drafts cut at doubt, and how many plain steps a token takes under it."""
-    runs = {
-        action: rollout(traces, costs, menu, action, observed=False, min_confidence=min_confidence)
-        for action, entry in enumerate(menu.actions)
-        if entry.reuse
-    }
-    best = min(runs, key=lambda action: float(runs[action].plain_steps.sum()))
-    return best, float(runs[best].plain_steps.sum() / runs[best].tokens.sum())
-
-
-def fixed_name(menu: Menu, action: int) -> str:
-    """How `make_controller` calls an entry that is taken throughout."""
-    entry = menu[action]
-    if not entry.k:
-        return "plain"
-    return f"fixed:{entry.k}" + (f":{entry.drafter}" if len(menu.drafters) > 1 else "")
+        for row, drafter in zip(times, menu.drafters, strict=True):
+            row += try_thresholds(traces, table, menu, drafter=drafter).seconds.sum(axis=1) / plain
+    return THRESHOLDS[int(times.min(axis=0).argmin())]

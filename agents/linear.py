@@ -9,11 +9,11 @@ are regressed apart, so that the rate may move. Steps teach arms that were not p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from agents.side_observations import FirstStep, StepTimes, restore_arrays, rng_words, side_observations
+from agents.bandit import Bandit
 from engine.menu import Menu
 from engine.observation import ObservationSchema
 from engine.policy_heads import LinearHead
@@ -22,10 +22,9 @@ WIDTH = 2.0  # of the confidence bound, tokens: what a draft brings deviates abo
 RIDGE = 1.0
 RATE_MEMORY = 0.998  # what a step leaves of the older ones in the rate: about 500 steps count, so that exploring fades
 NEVER = 1e6  # an arm that nobody tried is exported as worse than any other by this much
-_ARRAYS = ("inverse", "moments", "pulls", "totals", "times")
 
 
-class LinUCB:
+class LinUCB(Bandit):
     """One pair of linear models, tokens and time, for each arm.
 
     Attributes:
@@ -34,29 +33,18 @@ class LinUCB:
         moments: float64 `[actions, inputs, 2]`: sums of inputs times tokens and times plain steps.
         pulls: float64 `[actions]`: outcomes seen.
         totals: tokens and plain steps of what was pulled lately; their ratio is the rate.
-        times: the sums of `StepTimes`.
     """
 
     name = "linucb"
+    kept = ("inverse", "moments", "pulls", "totals", "times")
 
     def __init__(self, menu: Menu, schema: ObservationSchema, seed: int = 0) -> None:
-        self.menu = menu
+        super().__init__(menu, schema, seed)
         self._scale = 1.0 / np.sqrt(schema.high.astype(np.float64))
         inputs = len(schema) + 1
         self.inverse = np.tile(np.eye(inputs) / RIDGE, (len(menu), 1, 1))
         self.moments = np.zeros((len(menu), inputs, 2))
         self.pulls = np.zeros(len(menu))
-        self.totals = np.zeros(2)
-        self._step_times = StepTimes(menu)
-        self.times = self._step_times.sums
-        self._first = FirstStep(schema)
-        self._rng = np.random.default_rng(seed)
-
-    @property
-    def rate(self) -> float:
-        """Tokens per plain step lately; 1 is plain decoding."""
-        tokens, time = self.totals
-        return float(tokens / time) if time > 0 else 1.0
 
     def choose(self, vector: np.ndarray, mask: Sequence[bool]) -> int:
         """The arm with the highest bound; equal ones, as at the very beginning, are drawn from at random."""
@@ -76,10 +64,8 @@ class LinUCB:
         if self._first.pending(vector):
             return
         self._step_times.add(action, drafted, plain_steps)
-        for arm, would_commit, would_draft in side_observations(self.menu, action, drafted, accepted, tokens):
-            known = self._step_times.mean(arm, would_draft)
-            if known:
-                self._learn(inputs, arm, would_commit, known[0])
+        for arm, would_commit, time, _ in self._revealed(action, drafted, accepted, tokens):
+            self._learn(inputs, arm, would_commit, time)
 
     def head(self) -> LinearHead:
         """The gain of each arm at the rate reached lately."""
@@ -88,16 +74,6 @@ class LinUCB:
         center = np.zeros(len(self._scale), dtype=np.float32)
         scale = self._scale.astype(np.float32)
         return LinearHead(center, scale, weights[:, :-1].T.astype(np.float32), bias.astype(np.float32))
-
-    def state(self) -> dict[str, np.ndarray]:
-        return self._arrays() | {"rng": rng_words(self._rng)}
-
-    def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        """The inverse of `state`. Raises `KeyError` or `ValueError` for another form, and then changes nothing."""
-        restore_arrays(self._arrays(), self._rng, state)
-
-    def _arrays(self) -> dict[str, np.ndarray]:
-        return {name: getattr(self, name) for name in _ARRAYS}
 
     def _inputs(self, vector: np.ndarray) -> np.ndarray:
         return np.append(vector * self._scale, 1.0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from agents.network import greedy
+from agents.network import run_head
 from engine.costs import CostTable
 from engine.menu import Menu
 from engine.observation import ObservationSchema
@@ -41,8 +41,7 @@ class Material:
 
     def replay(self, head: Head) -> np.ndarray:
         """Seconds `[R]` of each validation request under a decision function, at this machine's median costs."""
-        cut = self.min_confidence
-        return rollout(self.validation, self.costs, self.menu, greedy(head), min_confidence=cut).seconds
+        return run_head(self.validation, self.costs, self.menu, head, self.min_confidence).seconds
 
     def plain_seconds(self) -> float:
         """Plain decoding's seconds for all validation requests."""

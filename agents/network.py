@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from engine.costs import CostTable
 from engine.menu import Menu
-from engine.policy_heads import Head, LinearHead, MLPHead
+from engine.policy_heads import HIDDEN, ConstantHead, Head, LinearHead, MLPHead
 from envs.trace import TraceSet
-from envs.vector import rollout
+from envs.vector import PolicyFunction, Totals, rollout
 
-HIDDEN = (64, 64)
 LEAST_DEVIATION = 1e-4  # a feature that varies less is a constant, and is not looked at
 
 
@@ -57,7 +56,14 @@ def exported(layers: nn.Sequential, center: np.ndarray, scale: np.ndarray) -> ML
     return MLPHead(center, scale, weights, tuple(layer.bias.detach().numpy().copy() for layer in linear))
 
 
-def greedy(head: Head) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+def run_head(traces: TraceSet, costs: CostTable, menu: Menu, head: Head, min_confidence: float = 0.0) -> Totals:
+    """A head's own choices over every trace, as `rollout`; one that looks at nothing is not charged for looking."""
+    if isinstance(head, ConstantHead):
+        return rollout(traces, costs, menu, head.action, observed=False, min_confidence=min_confidence)
+    return rollout(traces, costs, menu, greedy(head), min_confidence=min_confidence)
+
+
+def greedy(head: Head) -> PolicyFunction:
     """A head as `envs.vector.rollout` asks for: observations `[B, F]` and masks `[B, A]` to actions `[B]`.
 
     Scores are float64 sums: many at once and one at a time differ by rounding that decides nothing.
@@ -67,10 +73,3 @@ def greedy(head: Head) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
         return lambda vectors, masks: np.asarray(np.where(masks, scores(vectors), -np.inf).argmax(axis=1))
     decide = head.decide
     return lambda vectors, masks: np.array([decide(v, m) for v, m in zip(vectors, masks.tolist())])
-
-
-def speedup(traces: TraceSet, costs: CostTable, menu: Menu, head: Head, min_confidence: float = 0.0) -> float:
-    """Plain decoding's time over that of a head's own choices, with drafts cut at doubt as `rollout` does it."""
-    plain = rollout(traces, costs, menu, menu.plain, observed=False).seconds.sum()
-    chosen = rollout(traces, costs, menu, greedy(head), min_confidence=min_confidence)
-    return float(plain / chosen.seconds.sum())

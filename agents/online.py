@@ -15,7 +15,7 @@ from engine.results import StepRecord
 
 
 class LearningController(BaseController):
-    """Chooses by a learner and teaches it how each step turned out."""
+    """Chooses by a learner and teaches it how each step of its own turned out."""
 
     needs_observation = True
 
@@ -31,7 +31,10 @@ class LearningController(BaseController):
         return self._learner.choose(self._vector, mask)
 
     def observe(self, record: StepRecord) -> None:
-        assert self._vector is not None
+        """Learn from a step that was chosen here; one that a guard took plain was chosen without an observation."""
+        if self._vector is None:
+            return
         plain_steps = record.seconds / self._costs.plain_seconds(record.context)
         outcome = record.drafted, record.accepted, len(record.tokens)
         self._learner.update(self._vector, record.action, *outcome, plain_steps)
+        self._vector = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 
 from tqdm import tqdm
@@ -11,13 +11,14 @@ from tqdm import tqdm
 from agents.card import write_card
 from agents.cost_plot import plot_costs
 from agents.curve import CURVE_FILE, CurvePoint, write_curves
-from agents.evaluation import PLAIN, Judgement, judge
+from agents.evaluation import Judgement, judge
 from agents.hindsight import tuned_cut
 from agents.material import Material
 from agents.plots import plot_curves
 from agents.report import table
 from agents.run_folder import CHECK_FILE, VALIDATION_FILE, RunFolder
 from agents.seeds import Seeds
+from agents.some_costs import some_of
 from agents.stages import say, stage
 from agents.tracking import Tracker
 from agents.validation import Validation, validate
@@ -27,8 +28,6 @@ from engine.costs import CostTable
 from engine.storage import write_json
 from envs.recorder import record
 from envs.workloads import Workload
-
-TUNED_ON = 4  # of many cost tables, those that the cut of drafts is tuned under
 
 
 class Pipeline:
@@ -46,14 +45,13 @@ class Pipeline:
         self._policy: Policy | None = None
 
     def measure(self, resume: bool) -> CostTable:
-        """The engine's costs on this machine; those that the run was begun with, where it is resumed."""
+        """The engine's costs on this machine; those that the run was begun with, where it is resumed.
+
+        From here on the folder is this run's: what another one left in it is gone.
+        """
         with stage("costs", "what each draft length costs on this machine"):
             costs = self._folder.costs() if resume else self._decoder.costs()
-            self._folder.config["machine"] = costs.machine  # loading an engine may have changed the number of threads
-            if resume:
-                self._folder.go_on()
-            else:
-                self._folder.begin(costs)
+            self._take_folder(costs, resume)
             plot_costs(costs, self._folder.path / "costs.png")
         lengths = ", ".join(f"v({k}) {costs.verify_ratio(k):.2f}" for k in self.menu.lengths)
         say(f"costs: plain step {costs.plain_seconds(256) * 1e3:.1f} ms; {lengths}")
@@ -74,7 +72,7 @@ class Pipeline:
         counts = f"{train.num_requests} training and {validation.num_requests} validation requests"
         with stage("recording", f"{counts}, or their traces from the cache folder"):
             traces = take(train), take(validation)
-        cut = tuned_cut(traces[0], tables[:: max(1, len(tables) // TUNED_ON)], self.menu)
+        cut = tuned_cut(traces[0], some_of(tables), self.menu)
         say(f"cut: drafts end before the first token of less confidence than {cut:g}, tuned on the training requests")
         self._material = Material(*traces, self.menu, costs, tables, cut)
 
@@ -91,42 +89,38 @@ class Pipeline:
         """Every seed's policy on the validation traces."""
         assert self._material is not None
         assert self._seeds is not None
-        with stage("validation", "the policies on held-out traces"):
+        with stage("validation", "the policies on requests that they did not learn from"):
             self._validation = validate(self._material, self._seeds.trained)
         print(self._validation.table(), flush=True)
         self._tracker.log("validation", self._validation.spread())
 
-    def export(self) -> None:
-        """The policy that did best on the validation traces, with all that a reader needs to trust it."""
+    def export(self, rules: bool = True) -> None:
+        """The policy of the seed that did best on the validation traces, with its card.
+
+        With `rules`, a simple rule goes in its place where no seed was faster: it spares its user the observation.
+        """
         assert self._material is not None
         assert self._seeds is not None
         best = self._seeds.best
-        config = self._folder.config
-        told = {"seed": best.seed, "steps": best.steps, "whole": best.whole, "exactness": self._decoder.exact}
         self._folder.forget_results()
-        policy = Policy(
-            name=best.name,
-            menu=self.menu,
-            head=best.head,
-            costs=self._material.costs,
-            target=config["target"],
-            precision=config["precision"],
-            provenance=config | told,
-            min_confidence=self._material.min_confidence,
-        )
+        policy = self._seeds.policy(best, exactness=self._decoder.exact)
+        rule = self._validation.best_rule if rules and self._validation else None
+        if rule:
+            say(f"no seed is faster than {rule.name}, so this rule is exported; --export learned takes the seed")
+            policy = replace(policy, name=rule.name, head=rule.head(), min_confidence=rule.min_confidence)
         policy.save(self._folder.path)
         if self._validation is not None:
             write_json(self._folder.path / VALIDATION_FILE, self._validation.to_json())
         self._write_curves()
         self._policy = policy
         self._write_card(None)
-        say(f"exported the policy of seed {best.seed} to {self._folder.path}")
+        say(f"exported {rule.name if rule else f'the policy of seed {best.seed}'} to {self._folder.path}")
 
     def check(self, workload: Workload, max_new_tokens: int) -> None:
-        """Plain decoding, the best fixed choice and the policy on the live engine."""
+        """Plain decoding, the simple rules and the policy on the live engine."""
         assert self._policy is not None
         assert self._validation is not None
-        arms: dict[str, str | Policy] = {PLAIN: PLAIN, self._validation.fixed: self._validation.fixed}
+        arms: dict[str, str | Policy] = {rule.name: rule.name for rule in self._validation.rules}
         arms[f"policy {self._policy.name}"] = self._policy
         with (
             stage("live check", f"{len(arms)} arms on {workload.num_requests} validation requests"),
@@ -149,6 +143,13 @@ class Pipeline:
             best = self._seeds.best
             say(f"interrupted; exporting the best so far: seed {best.seed} after {best.steps} steps")
             self.export()
+
+    def _take_folder(self, costs: CostTable, resume: bool) -> None:
+        self._folder.config["machine"] = costs.machine  # loading an engine may have changed the number of threads
+        if resume:
+            self._folder.go_on()
+        else:
+            self._folder.begin(costs)
 
     def _log(self, seed: int, point: CurvePoint) -> None:
         self._tracker.log(f"seed{seed}", asdict(point))

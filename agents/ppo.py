@@ -8,15 +8,14 @@ implements it, undiscounted, as the return is a request's time. Three things are
 - The reward counts the committed tokens besides, at the pace of the best fixed action. A request's tokens are the same
   whatever is done, so this adds a constant to every return: a potential (Ng, Harada, Russell 1999, "Policy invariance
   under reward transformations") that moves no optimum, and spares the value function from telling lengths apart.
-- The policy begins near the best fixed action on the training requests, under the cut of drafts that it is to carry,
-  and has to improve on it.
+- The policy begins near the best fixed action on the training requests, under some of the costs and the cut of drafts
+  that it is to carry, and has to improve on it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,18 +28,19 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from torch import Tensor, nn
 
-from agents.hindsight import best_fixed
-from agents.network import HIDDEN, exported, speedup, standardisation
+from agents.base import OnRound
+from agents.network import exported, standardisation
 from agents.sb3_env import ReplayVecEnv
+from agents.some_costs import MeanSpeedup, best_fixed, some_of
+from agents.visits import random_walk
 from engine.costs import CostTable
 from engine.menu import Menu
 from engine.observation import ObservationSchema
-from engine.policy_heads import MLPHead
+from engine.policy_heads import HIDDEN, MLPHead
 from envs.trace import TraceSet
 from envs.vector import ReplayBatch
 
 SAMPLES = 64  # steps of each request under way that the standardisation is taken from
-OnRound = Callable[[int, float, MLPHead], object]
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,11 @@ class ProximalPolicy:
                 head so far.
             min_confidence: drafts end before the first token that their drafter trusts less.
         """
-        fixed, pace = best_fixed(train, menu, costs[0], min_confidence)
+        some = some_of(costs)
+        fixed, pace = best_fixed(train, menu, some, min_confidence)
         batch = _TokenBatch(train, list(costs), menu, self.lanes, seed=seed, min_confidence=min_confidence)
         batch.worth = pace
-        center, scale = standardisation(_sampled_vectors(batch, seed))
+        center, scale = standardisation(random_walk(batch, SAMPLES, seed)[0])
         learner = PPO(
             MaskedPolicy,
             ReplayVecEnv(batch),
@@ -114,9 +115,7 @@ class ProximalPolicy:
         policy = learner.policy
         assert isinstance(policy, MaskedPolicy)
         policy.favour(fixed, self.head_start)
-        checks = list(costs)[:: max(1, len(costs) // 4)]
-        speed = partial(_mean_speedup, validation, menu, checks, min_confidence)
-        best = _Best(speed, self.check_every, on_round)
+        best = _Best(MeanSpeedup(validation, menu, some, min_confidence), self.check_every, on_round)
         learner.learn(self.steps, callback=best)
         return best.head
 
@@ -226,19 +225,3 @@ class _Best(BaseCallback):
         if speed > self._speed:
             self._speed, self.head = speed, head
         self._on_round(self.num_timesteps, speed, self.head)
-
-
-def _mean_speedup(
-    traces: TraceSet, menu: Menu, costs: Sequence[CostTable], min_confidence: float, head: MLPHead
-) -> float:
-    return float(np.mean([speedup(traces, each, menu, head, min_confidence) for each in costs]))
-
-
-def _sampled_vectors(batch: ReplayBatch, seed: int) -> np.ndarray:
-    """Observations `[N, F]` under random actions."""
-    rng = np.random.default_rng(seed)
-    seen = [batch.reset(seed)]
-    for _ in range(SAMPLES):
-        actions = np.where(batch.masks(), rng.random((batch.size, len(batch.menu))), -1.0).argmax(axis=1)
-        seen.append(batch.step(actions)[0])
-    return np.concatenate(seen)

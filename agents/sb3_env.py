@@ -11,8 +11,6 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from envs.vector import ReplayBatch
 
-_TOLD = ("request", "seconds", "tokens", "drafted", "accepted", "first")
-
 
 class ReplayVecEnv(VecEnv):
     """A thin adapter: arrays stay arrays, and `info` of a step is built only where an episode ends.
@@ -41,14 +39,13 @@ class ReplayVecEnv(VecEnv):
         self._actions = actions
 
     def step_wait(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[dict[str, Any]]]:
-        observations, rewards, dones, told = self.batch.step(self._actions)
+        observations, rewards, dones, _ = self.batch.step(self._actions)
         self._returns += rewards
         self._lengths += 1
         infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
         for lane in np.flatnonzero(dones):
             episode = {"r": float(self._returns[lane]), "l": int(self._lengths[lane])}
-            ended = {"episode": episode, "terminal_observation": self._ended, "TimeLimit.truncated": False}
-            infos[lane] = ended | {name: told[name][lane].item() for name in _TOLD}
+            infos[lane] = {"episode": episode, "terminal_observation": self._ended, "TimeLimit.truncated": False}
         self._returns[dones], self._lengths[dones] = 0.0, 0
         return observations, rewards.astype(np.float32), dones, infos
 

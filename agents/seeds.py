@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -70,6 +71,20 @@ class Seeds:
         self._keep(result)
         self.trained.append(result)
 
+    def policy(self, trained: Trained, **told: Any) -> Policy:
+        """What a seed has learned, with all that a reader needs to trust it."""
+        material, config = self._material, self._folder.config
+        return Policy(
+            name=trained.name,
+            menu=material.menu,
+            head=trained.head,
+            costs=material.costs,
+            target=config["target"],
+            precision=config["precision"],
+            provenance=config | {"seed": trained.seed, "steps": trained.steps, "whole": trained.whole} | told,
+            min_confidence=material.min_confidence,
+        )
+
     def _resumed(self, seed: int) -> Trainer:
         settings = (self._agent, self._material, self._steps, seed, self._folder.seed(seed))
         trainer = make_trainer(*settings)
@@ -89,11 +104,7 @@ class Seeds:
         """The policy's JSON comes last: where it is, the seed is finished."""
         folder = self._folder.seed(result.seed)
         write_curves(folder / CURVE_FILE, {result.seed: result.curve})
-        told = {"seed": result.seed, "steps": result.steps}
-        material = self._material
-        cut = material.min_confidence
-        policy = Policy(result.name, material.menu, result.head, material.costs, provenance=told, min_confidence=cut)
-        policy.save(folder)
+        self.policy(result).save(folder)
 
     def _kept(self, seed: int) -> Trained | None:
         folder = self._folder.seed(seed)

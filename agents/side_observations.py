@@ -1,4 +1,4 @@
-"""What one step tells of the arms that were not pulled, and the state that bandits keep.
+"""What one step tells of the arms that were not pulled.
 
 A draft of 8 with 3 accepted says what 1, 2, 3, 4 and 6 would have brought. Of longer drafts it tells only where tokens
 were rejected; learning from just those steps would make long drafts look bad. These side observations (Caron, Kveton,
@@ -9,7 +9,7 @@ told, and an arm's bound is as wide as times of its own draft length are few.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from engine.menu import Menu
 from engine.observation import ObservationSchema
 
 KNOWN = 4  # observations that make a mean or a deviation
-_WORD = (1 << 64) - 1
 
 
 def side_observations(
@@ -78,28 +77,3 @@ class FirstStep:
 
     def pending(self, vector: np.ndarray) -> bool:
         return bool(vector[self._places[2]])
-
-
-def rng_words(rng: np.random.Generator) -> np.ndarray:
-    """The state of a PCG64 generator, uint64 `[4]`: two numbers of 128 bits, low word first."""
-    numbers = rng.bit_generator.state["state"]
-    return np.array([numbers[name] >> shift & _WORD for name in ("state", "inc") for shift in (0, 64)], dtype=np.uint64)
-
-
-def set_rng_words(rng: np.random.Generator, words: np.ndarray) -> None:
-    low, high, inc_low, inc_high = (int(word) for word in words)
-    numbers = {"state": high << 64 | low, "inc": inc_high << 64 | inc_low}
-    rng.bit_generator.state = {**rng.bit_generator.state, "state": numbers}
-
-
-def restore_arrays(ours: Mapping[str, np.ndarray], rng: np.random.Generator, state: Mapping[str, np.ndarray]) -> None:
-    """Fill the arrays `ours` and a generator's state from `state`, which holds the latter as "rng".
-
-    Raises `KeyError` or `ValueError` for another form, and then changes nothing.
-    """
-    for name, array in {**ours, "rng": rng_words(rng)}.items():
-        if state[name].shape != array.shape:
-            raise ValueError(f"{name} has shape {state[name].shape}, here {array.shape}")
-    for name, array in ours.items():
-        array[...] = state[name]
-    set_rng_words(rng, state["rng"])

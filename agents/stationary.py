@@ -1,32 +1,37 @@
 """The best stationary policy over the recorded observation: how much of the oracle's gap is knowable, and a learner.
 
-On traces the expected time of a policy and its gradient are exact (`agents.lookahead`), so a network that maps the
-observation to odds of actions is improved on whole recordings at once, by gradient steps on the time itself: the
-limit of what a policy of this kind can learn from these requests. What of it holds on requests that were not seen is
-a matter of their number; of the iterates the one is kept that serves the validation requests best.
+On traces the expected time of given odds of actions is exact, and so is its gradient (`agents.lookahead`). A network
+that maps the observation to such odds is improved on whole recordings at once by gradient steps on the time itself: no
+action is sampled for them and no value estimated. The gradient is exact for the time at the inputs as they are: what an
+observation tells of earlier steps comes from the policy's newest rollout and is frozen until the next one, so how the
+weights change it is left out. And the entropy is weighed by how often the policy comes by now, as if that did not hang
+on the weights.
 
-Requests count by their time over that of plain steps under their costs, so that cheap and dear machines weigh alike.
+What of it holds on requests that were not seen is a matter of their number; of the iterates the one is kept that serves
+the validation requests best. Requests count by their time over that of plain steps under their costs, so that cheap and
+dear machines weigh alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from agents.base import OnRound
 from agents.lookahead import look_ahead
-from agents.network import HIDDEN, exported, network, speedup, standardisation, standardised
+from agents.network import exported, network, standardisation, standardised
+from agents.some_costs import MeanSpeedup, some_of
 from agents.step_table import StepTable, step_table
-from agents.visits import Visits
+from agents.visits import Visits, random_actions
 from engine.costs import CostTable
 from engine.menu import Menu
-from engine.policy_heads import MLPHead
+from engine.policy_heads import HIDDEN, MLPHead
 from envs.trace import TraceSet
 
-CHECKS = 4  # of many cost tables, those that the validation requests are served under
 UNIT_CONTEXT = 256  # tokens, of the plain step that a request's time is counted in
 MASKED = -1e9  # a logit
 
@@ -58,7 +63,7 @@ class Counterfactual:
         menu: Menu,
         costs: Sequence[CostTable],
         seed: int = 0,
-        on_round: Callable[[int, float, MLPHead], object] = lambda done, speed, head: None,
+        on_round: OnRound = lambda done, speed, head: None,
         min_confidence: float = 0.0,
     ) -> MLPHead:
         """The head of the policy that served the validation requests best.
@@ -75,11 +80,11 @@ class Counterfactual:
         """
         rng, visits = np.random.default_rng(seed), Visits(train, menu, min_confidence)
         drawn = _drawn(costs, len(train), rng)
-        vectors = visits.under(lambda seen, masks: _any(masks, rng), drawn)
+        vectors = visits.under(lambda seen, masks: random_actions(masks, rng), drawn)
         center, scale = standardisation(vectors[np.arange(vectors.shape[1]) < train.flat().length[:, None]])
         layers = network(vectors.shape[-1], len(menu), self.hidden, seed)
         optimiser = torch.optim.AdamW(layers.parameters(), weight_decay=self.weight_decay)
-        checks = list(costs)[:: max(1, len(costs) // CHECKS)]
+        speedup = MeanSpeedup(validation, menu, some_of(costs), min_confidence)
         best, head = 0.0, exported(layers, center, scale)
         for begin in range(0, self.rounds, self.refresh):
             if begin:
@@ -92,7 +97,7 @@ class Counterfactual:
             for done in range(begin, end):
                 self._improve(layers, optimiser, lesson, done)
             candidate = exported(layers, center, scale)
-            speed = float(np.mean([speedup(validation, each, menu, candidate, min_confidence) for each in checks]))
+            speed = speedup(candidate)
             if speed > best:
                 best, head = speed, candidate
             on_round(end, speed, head)
@@ -117,7 +122,10 @@ class _Lesson:
     unit: np.ndarray
 
     def loss(self, layers: nn.Sequential, entropy: float) -> Tensor:
-        """Expected plain steps of a request, less what its entropy is worth: a stand-in with the exact gradient."""
+        """Expected plain steps of a request, less what its entropy is worth.
+
+        A stand-in: its gradient is that of the time at these inputs, and of the entropy at the visits as they are.
+        """
         table = self.table
         logits = layers(self.inputs).masked_fill(torch.from_numpy(~table.allowed), MASKED)
         log_odds = torch.log_softmax(logits, dim=-1)
@@ -134,11 +142,6 @@ class _Lesson:
 
 def _drawn(costs: Sequence[CostTable], count: int, rng: np.random.Generator) -> list[CostTable]:
     return [costs[int(place)] for place in rng.integers(len(costs), size=count)]
-
-
-def _any(masks: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """An allowed action of each row, all alike likely."""
-    return np.asarray(np.where(masks, rng.random(masks.shape), -1.0).argmax(axis=1))
 
 
 def _sampled(layers: nn.Sequential, inputs: Tensor, masks: np.ndarray, rng: np.random.Generator) -> np.ndarray:

@@ -30,7 +30,6 @@ class StepTable:
     Attributes:
         tokens: int64 `[R, T, A]`, committed by a step; 1 behind a request's end.
         seconds: float64 `[R, T, A]`, of that step without reading debts; 0 behind a request's end.
-        drafted, accepted: int64 `[R, T, A]`.
         lags: int64 `[R, T, A]`, the number of the lagging drafter that a step lets draft, from 0; -1 where none does.
         debt: float64 `[R, T, A, L]`, seconds by which a step delays each lagging drafter's next draft.
         first_debt: float64 `[R, L]`, the same of the prompt.
@@ -40,8 +39,6 @@ class StepTable:
 
     tokens: np.ndarray
     seconds: np.ndarray
-    drafted: np.ndarray
-    accepted: np.ndarray
     lags: np.ndarray
     debt: np.ndarray
     first_debt: np.ndarray
@@ -92,8 +89,6 @@ def step_table(
     return StepTable(
         tokens=_padded(tokens, shape, request, position, 1),
         seconds=_padded(seconds, shape, request, position, 0.0),
-        drafted=_padded(drafted, shape, request, position, 0),
-        accepted=_padded(accepted, shape, request, position, 0),
         lags=_padded(lags, shape, request, position, -1),
         debt=_padded(debt, shape, request, position, 0.0),
         first_debt=first_debt,

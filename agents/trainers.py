@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from agents.base import BatchLearner
 from agents.curve import CurvePoint
 from agents.exp3 import EXP3
 from agents.linear import LinUCB
@@ -62,7 +63,7 @@ class Trainer(Protocol):
 class BatchTraining:
     """One seed of a learner that takes all traces at once. One that was killed begins anew, and ends the same."""
 
-    def __init__(self, learner: ProximalPolicy | Counterfactual, material: Material, steps: int, seed: int) -> None:
+    def __init__(self, learner: BatchLearner, material: Material, steps: int, seed: int) -> None:
         self.name = learner.name
         self.steps_done = 0
         self.curve: list[CurvePoint] = []

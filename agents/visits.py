@@ -1,8 +1,8 @@
-"""Observations at every position of recorded requests, also where a policy did not step."""
+"""Observations of recorded requests: at every position, also where a policy did not step; and under random actions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -11,8 +11,8 @@ from engine.menu import Menu
 from engine.observation import ObservationSchema
 from envs.lanes import Lanes
 from envs.trace import TraceSet
+from envs.vector import PolicyFunction, ReplayBatch
 
-PolicyFunction = Callable[[np.ndarray, np.ndarray], np.ndarray]
 _OF_THE_PAST = ("cached_fraction", "last_drafted", "last_accepted", "acceptance_short", "acceptance_long")
 
 
@@ -56,3 +56,21 @@ class Visits:
             seen[rows, at], visited[rows, at] = vectors[running], True
             lanes.step(policy(vectors, lanes.masks()))
         return seen, visited
+
+
+def random_walk(batch: ReplayBatch, steps: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Observations float32 `[N, F]` and masks bool `[N, A]` of a batch begun anew, as random actions meet them.
+
+    N is `steps + 1` times the batch's size.
+    """
+    rng = np.random.default_rng(seed)
+    vectors, masks = [batch.reset(seed)], [batch.masks()]
+    for _ in range(steps):
+        vectors.append(batch.step(random_actions(masks[-1], rng))[0])
+        masks.append(batch.masks())
+    return np.concatenate(vectors), np.concatenate(masks)
+
+
+def random_actions(masks: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """One allowed action `[B]` for each of the masks `[B, A]`, all alike likely."""
+    return np.asarray(np.where(masks, rng.random(masks.shape), -1.0).argmax(axis=1))

@@ -26,6 +26,7 @@ from tyro.conf import UseAppendAction
 from agents.network import greedy, standardisation
 from agents.ppo import MaskedPolicy
 from agents.sb3_env import ReplayVecEnv
+from agents.visits import random_walk
 from benchmarks.recordings import load_engine, record_split
 from engine import Policy, load_policy
 from engine.costs import CostTable
@@ -143,13 +144,8 @@ def decide_apart(policy: Path, vectors: np.ndarray, masks: np.ndarray, folder: P
 
 def sampled(traces: TraceSet, menu: Menu, costs: CostTable, count: int) -> tuple[np.ndarray, np.ndarray]:
     """`count` observations float32 `[N, F]` and masks bool `[N, A]`, as random actions meet them."""
-    batch, rng = ReplayBatch(traces, costs, menu, LANES, seed=0), np.random.default_rng(0)
-    vectors, masks = [batch.reset(seed=0)], [batch.masks()]
-    while len(vectors) * LANES < count:
-        actions = np.where(masks[-1], rng.random(masks[-1].shape), -1.0).argmax(axis=1)
-        vectors.append(batch.step(actions)[0])
-        masks.append(batch.masks())
-    return np.concatenate(vectors)[:count], np.concatenate(masks)[:count]
+    vectors, masks = random_walk(ReplayBatch(traces, costs, menu, LANES), (count - 1) // LANES, seed=0)
+    return vectors[:count], masks[:count]
 
 
 def train(traces: TraceSet, menu: Menu, costs: CostTable, steps: int) -> MaskedPolicy:

@@ -77,8 +77,7 @@ def main(options: Options) -> None:
     check(options)
     policies = {str(folder): load_policy(folder) for folder in options.policies}
     workload = load_workload(options.workload, "test" if options.workload == "bundled" else None)
-    if 0 < options.requests < workload.num_requests:
-        workload = workload.sample(options.requests, options.seed)
+    workload = workload.at_most(options.requests, options.seed)
     bandwidth = memory_bandwidth(options.device)
     decoders = {precision: load_decoder(options, precision) for precision in options.precisions}
     bounds = {name: roofline(decoder.parts.runner, bandwidth) for name, decoder in decoders.items()}

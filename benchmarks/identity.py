@@ -174,4 +174,4 @@ def _workload(options: Options, requests: int) -> Workload:
     if options.split not in ("all", *SPLITS):
         raise SettingError(f"split {options.split!r} is unknown; choose all, {', '.join(SPLITS)}")
     workload = load_workload(options.workload, None if options.split == "all" else options.split)
-    return workload.sample(requests, seed=0) if 0 < requests < workload.num_requests else workload
+    return workload.at_most(requests, seed=0)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-RESAMPLES = 2000
-ENDS = (2.5, 97.5)  # percentiles
+from agents.evaluation import ENDS, RESAMPLES, resampled_sums
 
 
 @dataclass(frozen=True)
@@ -35,20 +34,15 @@ def rate_ratio(ours: np.ndarray, base: np.ndarray, groups: Sequence[str], seed: 
 
     Whole groups are resampled: requests of one conversation or document are not independent.
     """
-    names, place = np.unique(np.asarray(groups), return_inverse=True)
-    sums = [np.zeros((len(names), 2)) for _ in range(2)]
-    for total, measured in zip(sums, (ours, base), strict=True):
-        np.add.at(total, place, measured)
-    chosen = np.random.default_rng(seed).integers(0, len(names), (RESAMPLES, len(names)))
-    ratios = rate(sums[0][chosen]) / rate(sums[1][chosen])
-    return _estimate(float(rate(ours) / rate(base)), ratios, len(names))
+    tokens, seconds, base_tokens, base_seconds = resampled_sums(np.hstack([ours, base]), groups, seed).T
+    ratios = (tokens / seconds) / (base_tokens / base_seconds)
+    return _estimate(rate(ours) / rate(base), ratios, len(set(groups)))
 
 
-def rate(measured: np.ndarray) -> np.ndarray:
-    """Tokens over seconds of requests `[..., requests, 2]`."""
-    sums = measured.sum(axis=-2)
-    quotient: np.ndarray = sums[..., 0] / sums[..., 1]
-    return quotient
+def rate(measured: np.ndarray) -> float:
+    """Tokens over seconds of requests `[requests, 2]`."""
+    tokens, seconds = measured.sum(axis=0)
+    return float(tokens / seconds)
 
 
 def _estimate(value: float, resampled: np.ndarray, count: int) -> Estimate:

@@ -25,6 +25,7 @@ from engine import Generation, SpeculativeDecoder, default_menu
 from engine.calibration import ROUNDS, calibrate
 from engine.costs import CostTable
 from engine.errors import PromptError
+from engine.results import count_steps
 from engine.storage import write_json
 from envs.dialogue import Dialogue, Turn
 from envs.workloads import BUNDLED, Workload, load_workload
@@ -72,7 +73,7 @@ def main(options: Options) -> None:
         device=options.device,
     )
     parts = decoder.parts
-    table = calibrate(parts, rounds=options.rounds)
+    table = calibrate(parts, rounds=options.rounds, device=options.device)
     short = {model: "model", "ngram": "ngram"}
     arms = {PLAIN: PLAIN} | {name: name for name in options.controllers}
     arms |= {f"{short[name]} {k}": f"fixed:{k}:{name}" for name in drafters for k in parts.menu.lengths}
@@ -153,13 +154,12 @@ def arm_json(
         tally.add({"request": turn.id}, decoder.encode(turn.messages), run.tokens, reference.tokens, decoder.target)
         tally.count(run)
     ours, base = (np.array([(len(run.tokens), run.seconds) for run in arm], dtype=float) for arm in (runs, plain))
-    drafts, drafted = (sum(getattr(run.counters, f"num_{what}") for run in runs) for what in ("drafts", "draft_tokens"))
-    accepted = sum(run.counters.num_accepted_tokens for run in runs)
+    counters = count_steps([step for run in runs for step in run.steps])
     return {
         "tokens_per_second": float(rate(ours)),
         "speedup": asdict(rate_ratio(ours, base, [turn.group for turn in turns])),
-        "acceptance_rate": accepted / max(1, drafted),
-        "mean_acceptance_length": 1.0 + accepted / max(1, drafts),
+        "acceptance_rate": counters.acceptance_rate,
+        "mean_acceptance_length": counters.mean_acceptance_length,
         "identity": tally.to_json(),
     }
 
@@ -198,7 +198,7 @@ def show(document: Mapping[str, Any]) -> None:
 
 def _workload(options: Options) -> Workload:
     workload = load_workload(options.workload, "test" if options.workload == BUNDLED else None)
-    return workload.sample(options.requests, seed=0) if 0 < options.requests < workload.num_requests else workload
+    return workload.at_most(options.requests, seed=0)
 
 
 def _fits(decoder: SpeculativeDecoder, turn: Turn, max_new_tokens: int) -> bool:

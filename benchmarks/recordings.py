@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agents.prompt_files import load_prompts
 from benchmarks.cut_model import cut_drafter
 from engine import SpeculativeDecoder
 from engine.drafters import Drafter
 from engine.errors import DrafterError, SettingError
 from envs.recorder import record
 from envs.trace import TraceSet
+from envs.workloads import load_workload
 
 CUT = "first:"  # of a drafter's name: the target's first layers
 
@@ -44,9 +44,7 @@ def record_split(
     """The traces of one split, as `record_splits`."""
     if requests < 0:
         raise SettingError(f"requests is {requests}; give a number of requests, or 0 for all")
-    workload = load_prompts(sources, split)
-    if 0 < requests < workload.num_requests:
-        workload = workload.sample(requests, seed=0)
+    workload = load_workload(sources, split).at_most(requests, seed=0)
     return record(decoder, workload, max_new_tokens, max(decoder.parts.menu.lengths))
 
 

@@ -64,9 +64,7 @@ def main(options: Options) -> None:
     decoder = SpeculativeDecoder.from_pretrained(
         options.target, options.drafters, controller="plain", precision=options.precision
     )
-    workload = load_workload(options.workload, options.split)
-    if options.requests:
-        workload = workload.sample(min(options.requests, workload.num_requests), seed=0)
+    workload = load_workload(options.workload, options.split).at_most(options.requests, seed=0)
     menu = decoder.parts.menu
     traces = record(decoder, workload, options.max_new_tokens, max(menu.lengths))
     before = calibrate(decoder.parts)

@@ -19,9 +19,9 @@ from agents.evaluation import PLAIN
 from agents.gap import Gap, judge_gap
 from agents.hindsight import tuned_cut
 from agents.material import Material
-from agents.pipeline import TUNED_ON
 from agents.randomise import HELD_OUT, held_out_costs
 from agents.report import aligned
+from agents.some_costs import some_of
 from agents.stages import say, stage
 from agents.trainers import training_costs
 from benchmarks.controllers import costs_line
@@ -149,8 +149,7 @@ def compare(
     here = next(iter(tables.values()))  # costs that only a bandit's curve is drawn with
     with stage("training", f"{agent} under made-up costs"):
         made_up = {seed: training_costs("randomised", here, menu, seed) for seed in seeds}
-        drawn = made_up[seeds[0]]
-        cut = tuned_cut(splits.train, drawn[:: max(1, len(drawn) // TUNED_ON)], menu)
+        cut = tuned_cut(splits.train, some_of(made_up[seeds[0]]), menu)
         lessons = [Material(splits.train, splits.validation, menu, here, made_up[seed], cut) for seed in seeds]
         heads = [teach(agent, lesson, seed, general).head for lesson, seed in zip(lessons, seeds, strict=True)]
     machines = []

@@ -11,11 +11,14 @@ from typing import Annotated
 import tyro
 
 from engine import command_line
+from engine.controllers import CONTROLLER_NAMES
 from engine.decoder import DEFAULT_CACHE_BYTES, Piece, SpeculativeDecoder
 from engine.errors import PromptError, SettingError
 from engine.policy import load_policy
 from engine.render import LEGEND, Painter
 from engine.results import Generation
+
+_WHO_CHOOSES = f"Who chooses draft lengths where no policy is given: {', '.join(CONTROLLER_NAMES)}; default: heuristic."
 
 
 @dataclass(frozen=True)
@@ -24,15 +27,14 @@ class Options:
     """What to answer; `-` reads it from standard input."""
     policy: str | None = None
     """Folder of an exported policy, for example checkpoints/default."""
-    controller: str | None = None
-    """Who chooses draft lengths where no policy is given: plain, fresh, fixed:K, heuristic (default), threshold:T."""
+    controller: Annotated[str | None, tyro.conf.arg(help=_WHO_CHOOSES)] = None
     target: str | None = None
     """The model: a bundled name, a Hugging Face folder, a .gguf file, or a hub id; default: the policy's, else
     smollm2-135m."""
     drafter: list[str] = field(default_factory=list)
     """Who drafts: ngram, ngram:history, model:<name>; default: the policy's, else ngram."""
     precision: str | None = None
-    """fp32, bf16 or fp16; default: the policy's, else fp32."""
+    """fp32, int8 (on the CPU), bf16 or fp16; default: the policy's, else fp32."""
     device: str = "cpu"
     """cpu or cuda."""
     exact: str | None = None
@@ -115,11 +117,11 @@ def show(pieces: Iterator[Piece], painter: Painter | None) -> Generation:
 def statistics_line(generation: Generation, controller: str) -> str:
     """One line: tokens, speed, first token, drafting, reuse, controller."""
     counters = generation.counters
-    guarded = f"{counters.num_guard_steps} of them by the guard, " if counters.num_guard_steps else ""
+    by_guard = f"{counters.num_guard_steps} of them by the guard, " if counters.num_guard_steps else ""
     near_ties = f"{counters.num_guarded_rows} near-ties computed anew, " if counters.num_guarded_rows else ""
     return (
         f"[{len(generation.tokens)} tokens, {generation.tokens_per_second:.1f} tokens/s, "
-        f"first after {generation.time_to_first_token * 1e3:.0f} ms, {counters.num_steps} steps, {guarded}"
+        f"first after {generation.time_to_first_token * 1e3:.0f} ms, {counters.num_steps} steps, {by_guard}"
         f"{counters.num_accepted_tokens}/{counters.num_draft_tokens} drafts accepted, {near_ties}"
         f"{counters.num_cached_tokens}/{counters.num_prompt_tokens} prompt tokens cached, {controller}]"
     )

@@ -13,6 +13,7 @@ from engine.menu import Menu, default_menu, parse_menu
 from engine.models import LoadedModel
 from engine.policy import Policy
 from engine.rounding import Rounding, cached_rounding
+from engine.sampling import whole
 
 # Physical memory: a budget beyond it could never be allocated.
 MOST_CACHE_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 1 << 40
@@ -20,10 +21,13 @@ MOST_CACHE_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if h
 Drafters = str | Drafter | Sequence[str | Drafter]
 
 
-def check_cache_bytes(count: int) -> None:
-    """Raise `SettingError` for a budget that no machine or not this one can hold."""
-    if not 0 <= count <= MOST_CACHE_BYTES:
-        raise SettingError(f"prefix_cache_bytes is {count}; give 0 (no cache) to {MOST_CACHE_BYTES}, all memory here")
+def checked_cache_bytes(count: object) -> int:
+    """The budget as an int. Raises `SettingError` where it is not whole, or more than this machine could hold."""
+    budget = whole(count)
+    if not 0 <= budget <= MOST_CACHE_BYTES:
+        most = f"{MOST_CACHE_BYTES}, all memory here"
+        raise SettingError(f"prefix_cache_bytes is {count!r}; give a whole number from 0 (no cache) to {most}")
+    return budget
 
 
 def list_drafters(drafter: Drafters | None, controller: object) -> list[str | Drafter]:
@@ -36,16 +40,25 @@ def list_drafters(drafter: Drafters | None, controller: object) -> list[str | Dr
 
 
 def plan_drafters(drafters: Sequence[str | Drafter], target: LoadedModel) -> dict[str, DrafterPlan]:
-    """A plan for each drafter, by name. Raises `DrafterError` for names that a menu could not tell apart."""
+    """A plan for each drafter, by name. Raises `DrafterError` for names that a menu could not tell apart, and for an
+    object that is no drafter."""
     plans: dict[str, DrafterPlan] = {}
     for drafter in drafters:
-        name = drafter if isinstance(drafter, str) else drafter.name
+        name = drafter if isinstance(drafter, str) else _own_name(drafter)
         if "," in name:
             raise DrafterError(f"drafter {name!r} has a comma in its name, which ends a menu entry; rename it")
         if name in plans:
             raise DrafterError(f"two drafters are named {name!r}; name each once")
         plans[name] = plan_drafter(drafter, target)
     return plans
+
+
+def _own_name(drafter: object) -> str:
+    """The name of an object that drafts."""
+    name = getattr(drafter, "name", None)
+    if not (isinstance(name, str) and name and callable(getattr(drafter, "begin", None))):
+        raise DrafterError(f"{type(drafter).__name__} is no drafter; give a name, or define name (some text) and begin")
+    return name
 
 
 def settle_menu(menu: Menu | str | None, controller: object, drafters: Mapping[str, object]) -> Menu:

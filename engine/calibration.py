@@ -22,10 +22,10 @@ from engine.storage import cache_folder, write_json
 CONTEXTS = (128, 768)  # tokens already in the buffer when a step is timed
 READINGS = (16, 64, 256, 768)  # prompt tokens
 ROUNDS = 9
-READING_ROUNDS = 6
+READING_ROUNDS = BOOKKEEPING_ROUNDS = 6
 EVERY_LENGTH = 8  # draft lengths up to this are timed also where the menu lacks them: a drafter may propose fewer
 NOISY = 0.15  # a spread of the plain step's times beyond this is warned of
-FORMAT_VERSION = 3  # of the files kept
+FORMAT_VERSION = 4  # of the files kept
 
 
 def cached_costs(engine: str, parts: Parts, device: str = "cpu") -> CostTable:
@@ -43,7 +43,7 @@ def cached_costs(engine: str, parts: Parts, device: str = "cpu") -> CostTable:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass  # never measured, damaged, or by a version that wrote another form
     print("draftgate: calibrating costs on this machine", file=sys.stderr, flush=True)
-    costs = calibrate(parts, machine=machine, engine=engine)
+    costs = calibrate(parts, CONTEXTS, ROUNDS, device, engine)
     try:
         write_json(path, costs.to_json())
     except StorageError as error:
@@ -55,7 +55,7 @@ def calibrate(
     parts: Parts,
     contexts: Sequence[int] = CONTEXTS,
     rounds: int = ROUNDS,
-    machine: str = "",
+    device: str = "cpu",
     engine: str = "",
 ) -> CostTable:
     """Measure the cost table of an engine's menu, in seconds of work, with an interval for each figure."""
@@ -73,7 +73,7 @@ def calibrate(
         verify={k: tuple(middle[f"verify.{k}.{context}"] for context in contexts) for k in _options(parts)},
         spread=_spread([samples[f"verify.0.{context}"] for context in contexts]),
         prefill=float(np.median([seconds / tokens for tokens, seconds in reading.items()])),
-        machine=machine or machine_fingerprint(),
+        machine=machine_fingerprint(device),
         engine=engine,
         reading=dict(zip(reading, np.maximum.accumulate(list(reading.values())).tolist())),
         intervals={name: interval(times) for name, times in samples.items()},
@@ -107,7 +107,9 @@ def _measure(parts: Parts, contexts: Sequence[int], rounds: int) -> dict[str, np
     for name, drafter in parts.drafters.items():
         figures = time_draft(runner, drafter, longest, rounds)
         samples |= {f"{what}.{name}": times for what, times in zip(_DRAFTING, figures)}
-    return samples | {name: np.array(times) for name, times in asdict(time_bookkeeping(parts)).items()}
+    return samples | {
+        name: np.array(times) for name, times in asdict(time_bookkeeping(parts, BOOKKEEPING_ROUNDS)).items()
+    }
 
 
 def _options(parts: Parts) -> tuple[int, ...]:

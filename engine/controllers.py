@@ -6,6 +6,7 @@ A controller of one's own needs `choose`; an engine fills in the other members, 
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -62,7 +63,10 @@ class Foreign(Protocol):
 
 
 class ForeignController(BaseController):
-    """A foreign object as a controller: it gets every observation, and what it lacks has the defaults."""
+    """A foreign object as a controller.
+
+    What it lacks is filled in: its type as name, every observation, drafts of any confidence, nothing to learn.
+    """
 
     def __init__(self, inner: Foreign) -> None:
         self.inner = inner
@@ -98,8 +102,8 @@ class FixedController(BaseController):
     """The same draft length at every step; with `reuse=False` the cached prefix is ignored too."""
 
     def __init__(self, menu: Menu, k: int, drafter: str | None = None, reuse: bool = True) -> None:
-        self.name = "plain" if k == 0 and reuse else f"fixed:{k}" if reuse else "fresh"
         self._action = menu.find(k, drafter)
+        self.name = fixed_name(menu, self._action) if reuse else "fresh"
         self._first = self._action if reuse else _fresh(menu)
 
     def choose(self, observation: Observation | None, mask: Sequence[bool]) -> int:
@@ -174,16 +178,14 @@ Costs = Callable[[], CostTable]
 
 
 def make_controller(name: str, menu: Menu, costs: Costs | None = None) -> Controller:
-    """A controller by name: plain, fresh, fixed:K (or fixed:K:DRAFTER), heuristic, threshold:T, cost-model.
+    """A controller by name, one of `CONTROLLER_NAMES`; `heuristic` alone starts at draft length 4.
 
     `costs` gives the calibrated costs to a controller that reckons with them; no other one calls it.
     Raises `ControllerError` for an unknown name or a wrong argument, `MenuError` for a k outside the menu.
     """
     kind, _, argument = name.partition(":")
     if kind not in _MAKERS:
-        close = difflib.get_close_matches(kind, _MAKERS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(CONTROLLER_NAMES)}"
-        raise ControllerError(f"controller {name!r} is unknown; {hint}")
+        raise ControllerError(f"controller {name!r} is {_mistake(name, kind)}")
     if argument and kind in CONTROLLER_NAMES:
         raise ControllerError(f"controller {name!r} takes no argument; write {kind}")
     try:
@@ -194,7 +196,7 @@ def make_controller(name: str, menu: Menu, costs: Costs | None = None) -> Contro
         raise ControllerError(f"controller {name!r} cannot be read; write {_form(kind)}") from error
 
 
-CONTROLLER_NAMES = ("plain", "fresh", "fixed:K", "heuristic:START", "threshold:T", "cost-model")
+CONTROLLER_NAMES = ("plain", "fresh", "fixed:K", "fixed:K:DRAFTER", "heuristic:START", "threshold:T", "cost-model")
 
 _MAKERS: dict[str, Callable[[Menu, str, Costs | None], Controller]] = {
     "plain": lambda menu, *_: FixedController(menu, 0),
@@ -206,6 +208,14 @@ _MAKERS: dict[str, Callable[[Menu, str, Costs | None], Controller]] = {
 }
 
 
+def fixed_name(menu: Menu, action: int) -> str:
+    """How `make_controller` calls an entry that is taken throughout: with its drafter where the menu has several."""
+    entry = menu[action]
+    if not entry.k:
+        return "plain"
+    return f"fixed:{entry.k}" + (f":{entry.drafter}" if len(menu.drafters) > 1 else "")
+
+
 def _fixed(menu: Menu, k: str, drafter: str | None = None) -> Controller:
     return FixedController(menu, int(k), drafter)
 
@@ -214,6 +224,14 @@ def _cost_model(menu: Menu, costs: Costs | None) -> Controller:
     if costs is None:
         raise ControllerError("the cost-model controller needs calibrated costs, and has none here; give an engine's")
     return CostModelController(menu, costs())
+
+
+def _mistake(name: str, kind: str) -> str:
+    """What is wrong with a name that no controller has."""
+    if os.path.isfile(os.path.join(name, "policy.json")):
+        return "the folder of a policy; give load_policy(...) of it, or --policy on a command line"
+    close = difflib.get_close_matches(kind, _MAKERS, n=1)
+    return "unknown; " + (f"did you mean {close[0]}?" if close else f"known: {', '.join(CONTROLLER_NAMES)}")
 
 
 def _form(kind: str) -> str:

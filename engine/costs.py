@@ -49,7 +49,7 @@ class CostTable:
         reading: prompt tokens -> seconds that they add to a pass, ascending; empty: in proportion, by `prefill`.
         overhead: seconds of a step's bookkeeping, one committed token included.
         commit: seconds of each further committed token.
-        observe: seconds of an observation; only controllers that read it spend them.
+        observe: seconds of an observation and of a network's decision on it; only controllers that read it spend them.
         setup: seconds that a request's first step spends besides.
         setup_token: the same for each prompt token: matching and indexing.
         restore: seconds of each token taken from the prefix cache.

@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.assembly import (
     Drafters,
-    check_cache_bytes,
+    checked_cache_bytes,
     engine_line,
     list_drafters,
     plan_drafters,
@@ -27,7 +27,7 @@ from engine.models import LoadedModel, load_model
 from engine.policy import DEFAULT_PRECISION, DEFAULT_TARGET, Policy
 from engine.prefix_cache import PrefixCache
 from engine.prompts import Prompt, encode_prompt
-from engine.request import Request, check_request
+from engine.request import Request, check_request, stop_strings
 from engine.results import Generation, StepRecord
 from engine.runner import kv_bytes_per_token
 from engine.sampling import Sampling
@@ -77,8 +77,8 @@ class SpeculativeDecoder:
                 smollm2-135m.
             drafter: `ngram`, `ngram:history`, `model:<name>`, an object, or several of these; default: the policy's,
                 else ngram.
-            controller: a name (`plain`, `fresh`, `fixed:K`, `heuristic`, `threshold:T`, `cost-model`), a policy from
-                `load_policy`, or an object with `choose`.
+            controller: a name (`plain`, `fresh`, `fixed:K`, `fixed:K:DRAFTER`, `heuristic:START`, `threshold:T`,
+                `cost-model`), a policy from `load_policy`, or an object with `choose`.
             menu: the actions; default: the policy's own, else fresh/0, reuse/0 and reuse/1, 2, 3, 4, 6, 8.
             precision: fp32, int8 (on the CPU), bf16 or fp16; default: the policy's, else fp32.
             device: cpu or cuda.
@@ -89,12 +89,13 @@ class SpeculativeDecoder:
             exact: what makes greedy tokens those of plain decoding. `bitwise`: the arithmetic; `guarded`: near-ties are
                 computed anew as plain decoding would; `off`: nothing does, near-ties fall as they fall. Default:
                 bitwise where the runner has it, else guarded in fp32 and off in other precisions, where guarding costs
-                more than drafts gain.
+                more than drafts gain. On the CPU, `guarded` and `off` in fp32 give up the fast kernels for
+                transformers' passes, while int8 on these kernels is bitwise whatever is asked.
 
         Raises:
             DraftgateError: a subclass that names the cause and the mend.
         """
-        check_cache_bytes(prefix_cache_bytes)
+        prefix_cache_bytes = checked_cache_bytes(prefix_cache_bytes)
         policy = controller if isinstance(controller, Policy) else None
         if target is None:
             target = policy.target if policy else DEFAULT_TARGET
@@ -170,7 +171,7 @@ class SpeculativeDecoder:
         top_p: float = 1.0,
         top_k: int = 0,
         seed: int | None = None,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = None,
         salt: str = "",
         ignore_eos: bool = False,
     ) -> Request:
@@ -179,7 +180,7 @@ class SpeculativeDecoder:
             tokens=tuple(self.encode(prompt)),
             max_new_tokens=max_new_tokens,
             sampling=Sampling(temperature, top_p, top_k, seed),
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            stop=stop_strings(stop),
             salt=salt,
             ignore_eos=ignore_eos,
         )
@@ -224,11 +225,11 @@ class SpeculativeDecoder:
             while not session.finished:
                 started = time.perf_counter()
                 observation = session.observe() if controller.needs_observation else None
-                guarded = _guard_steps(controller)
+                before = _guard_steps(controller)
                 action = controller.choose(observation, session.mask())
-                session.guard_steps += _guard_steps(controller) - guarded
+                session.guard_steps += _guard_steps(controller) - before
                 record = session.step(action, controller.min_confidence, started)
-                controller.observe(record)
+                controller.observe(record)  # its time is in no step's seconds
                 yield record
         finally:
             session.close()

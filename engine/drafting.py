@@ -18,7 +18,8 @@ class Drafting:
     """Every drafter's state for one request.
 
     A drafter may raise or propose nonsense at any time: it is warned of once in a request, counted in `failures`,
-    and its proposal counts as empty. `tokens` is the session's own growing list and is never changed here.
+    and its proposal counts as empty. A draft of tokens that were not drawn merely ends before the first one outside
+    the vocabulary. `tokens` is the session's own growing list and is never changed here.
     """
 
     def __init__(self, drafters: Mapping[str, Drafter], tokens: list[int], request: Request, vocab_size: int) -> None:
@@ -32,7 +33,7 @@ class Drafting:
             try:
                 self._states[name] = drafter.begin(tokens, request.salt)
             except Exception as error:
-                self._fail(name, error)
+                self._fail(name, "begin", error)
 
     def signals(self) -> dict[str, Signal]:
         """What each drafter knows of the next position at no cost."""
@@ -46,7 +47,7 @@ class Drafting:
         try:
             return self._checked(state.propose(self._tokens, k, self._sampling, min_confidence), k)
         except Exception as error:
-            self._fail(name, error)
+            self._fail(name, "propose", error)
             return EMPTY_DRAFT
 
     def close(self) -> None:
@@ -55,13 +56,13 @@ class Drafting:
             try:
                 state.close(self._tokens)
             except Exception as error:
-                self._fail(name, error)
+                self._fail(name, "close", error)
 
     def _signal(self, name: str, state: DraftState) -> Signal:
         try:
             return state.signal(self._tokens)
         except Exception as error:
-            self._fail(name, error)
+            self._fail(name, "signal", error)
             return Signal()
 
     def _checked(self, draft: Draft, k: int) -> Draft:
@@ -77,12 +78,21 @@ class Drafting:
             raise ValueError(f"token {tokens[valid]} was drawn from outside the target's vocabulary")
         return Draft(tokens[:valid], draft.confidences[:valid], draft.probs)
 
-    def _fail(self, name: str, error: Exception) -> None:
+    def _fail(self, name: str, call: str, error: Exception) -> None:
         self.failures += 1
         if name not in self._warned:
             self._warned.add(name)
             reason = f"{type(error).__name__}: {error}"
-            warnings.warn(f"drafter {name} failed ({reason}); its steps run plain", RuntimeWarning, stacklevel=4)
+            message = f"drafter {name} failed in {call} ({reason}); {_CONSEQUENCES[call]}"
+            warnings.warn(message, RuntimeWarning, stacklevel=4)
+
+
+_CONSEQUENCES = {
+    "begin": "this request goes on without it",
+    "signal": "it counts as knowing nothing",
+    "propose": "such a step runs plain",
+    "close": "it may forget this request",
+}
 
 
 def _are_distributions(probs: Tensor, count: int) -> bool:

@@ -35,7 +35,8 @@ class SamplingError(DraftgateError, ValueError):
 
 
 class SettingError(DraftgateError, ValueError):
-    """A setting of an engine or a command out of its range, or two that exclude each other."""
+    """A setting of an engine or a command out of its range, two that exclude each other, or an exactness mode that a
+    model cannot have here."""
 
 
 class MenuError(DraftgateError, ValueError):
@@ -43,11 +44,12 @@ class MenuError(DraftgateError, ValueError):
 
 
 class ControllerError(DraftgateError, ValueError):
-    """A controller name that is unknown or whose argument is out of range."""
+    """A controller name that is unknown or whose argument is out of range, or an object that cannot choose."""
 
 
 class DrafterError(DraftgateError, ValueError):
-    """A drafter name that is unknown."""
+    """A drafter that is unknown, lacks what its contract asks, cannot be told from another, has a setting out of its
+    range, or is in a menu but not in the engine."""
 
 
 class PolicyError(DraftgateError, ValueError):

@@ -57,10 +57,10 @@ class NearTies:
     left in the buffer differs from plain decoding's by rounding, and so does what a prefix cache has put there::
 
         |  as plain decoding computes it  |  rounded otherwise  |
-        0                               exact             buffer.length
+        0                         plain length          buffer.length
 
-    Where the two top logits of such a row are within the rounding's bound, the buffer is rolled back to `exact` and
-    the tokens are read anew from there as plain decoding reads them. The row then has plain decoding's very bits.
+    Where the two top logits of such a row are within the rounding's bound, the buffer is rolled back to `plain length`
+    and the tokens are read anew from there as plain decoding reads them. The row then has plain decoding's very bits.
 
     `tokens` is the session's own growing list and is never changed here. Without a rounding, near-ties are left alone.
 
@@ -72,10 +72,12 @@ class NearTies:
         self.count = 0
         self._rounding, self._runner, self._buffer = rounding, runner, buffer
         self._tokens, self._prompt = tokens, len(tokens)
-        self._exact = 0  # positions: none, or the prompt at least
+        self._plain_length = 0  # positions: none, or the prompt at least
 
     def settle(self, rows: int, draft: Draft, logits: Tensor, verdict: Verdict) -> tuple[Tensor, Verdict]:
         """Compute every near-tie of the newest pass anew that decides a token.
+
+        That takes further passes on the buffer: plain decoding's, and one over the rest of a draft that goes on.
 
         Args:
             rows: tokens that the pass read: what the buffer lacked, then the draft.
@@ -103,28 +105,28 @@ class NearTies:
                 logits = torch.cat(parts)
                 verdict = verify_greedy(logits, drafted)
         except BaseException:
-            self._exact = 0
+            self._plain_length = 0
             raise
         return logits, verdict
 
     def _count_if_plain(self, rows: int) -> int:
         """1 if the newest pass is one that plain decoding makes, on what plain decoding holds, else 0."""
         held = self._buffer.length - rows
-        self._exact = min(self._exact, held)
-        if held != self._exact or rows != (1 if held else self._prompt):
+        self._plain_length = min(self._plain_length, held)
+        if held != self._plain_length or rows != (1 if held else self._prompt):
             return 0
-        self._exact += rows
+        self._plain_length += rows
         return 1
 
     def _compute_anew(self, text: Sequence[int]) -> Tensor:
         """Logits `[1, vocab]` of the last token of `text`, as plain decoding computes them."""
         self.count += 1
-        self._buffer.truncate(self._exact)
-        if self._exact == 0:
+        self._buffer.truncate(self._plain_length)
+        if self._plain_length == 0:
             logits = self._runner.forward(text[: self._prompt], self._buffer, 1)
         for position in range(self._buffer.length, len(text)):
             logits = self._runner.forward(text[position : position + 1], self._buffer, 1)
-        self._exact = len(text)
+        self._plain_length = len(text)
         return logits
 
 

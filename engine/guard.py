@@ -66,9 +66,10 @@ class Tally:
 class Guard:
     """Wraps a controller and watches the realised time per token.
 
-    The reference is the calibrated plain step at the step's context length, times how much slower or faster the plain
-    steps seen lately were than calibrated: a machine that drifts slows both sides alike. A controller that never
-    decodes plainly is made to once in 64 steps, so that drift is seen. First steps carry the prefill and are left out.
+    The reference is the calibrated plain step at the step's context length, bookkeeping included, times how much slower
+    or faster the plain steps seen lately were than calibrated: a machine that drifts slows both sides alike. A
+    controller that never decodes plainly is made to once in 64 steps, so that drift is seen. First steps carry the
+    prefill and are left out.
 
     A loss counts where it exceeds the tolerance and two standard errors. These come from the controller's own steps
     since it was last resumed, so that acceptance that comes in bursts is no alarm, and are never below what the cost
@@ -116,10 +117,11 @@ class Guard:
         self.controller.observe(record)
         if record.first:
             return
-        plain = self._costs.plain_seconds(record.context)
+        plain = self._costs.step_seconds(record.context, 1, observed=False).total
         self._since_plain += 1
         if record.k == 0:
-            self._drift += DRIFT_WEIGHT * (record.seconds / plain - self._drift)
+            deciding = 0.0 if self._held_back or not self.controller.needs_observation else self._costs.observe
+            self._drift += DRIFT_WEIGHT * ((record.seconds - deciding) / plain - self._drift)
             self._since_plain = 0
         if not self._held_back:
             allowed = plain * self._drift * len(record.tokens)
@@ -148,7 +150,7 @@ class Guard:
     def _noise(self, steps: Tally) -> float:
         """How far chance may move what these steps lost, seconds."""
         own = max(self._window.deviation, self._memory.deviation)
-        machine = self._costs.spread * steps.allowed / steps.count
+        machine = self._costs.deviation * steps.allowed / steps.count
         return DEVIATIONS * max(own, machine) * math.sqrt(steps.count)
 
     def _fall_back(self) -> None:

@@ -61,9 +61,7 @@ class KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Grow the storage, doubling, until it holds `positions`."""
         if positions <= self.capacity:
             return
-        capacity = max(self.capacity, FIRST_CAPACITY)
-        while capacity < positions:
-            capacity *= 2
+        capacity = doubled(max(self.capacity, FIRST_CAPACITY), positions)
         self.keys = self._grown(self.keys, capacity)
         self.values = self._grown(self.values, capacity)
 
@@ -116,6 +114,11 @@ class KVBuffer(Cache):
         for layer in self.layers:
             layer.truncate(length)
 
+    def advance(self, positions: int) -> None:
+        """Count positions that were written behind `length` without `update`."""
+        for layer in self.layers:
+            layer.length += positions
+
     def views(self) -> list[tuple[Tensor, Tensor]]:
         """The valid part of each layer: keys and values `[1, heads, length, dim]`, sharing the storage."""
         return [(layer.keys[:, :, : layer.length], layer.values[:, :, : layer.length]) for layer in self.layers]
@@ -125,6 +128,13 @@ class KVBuffer(Cache):
         """Append keys and values `[1, heads, n, dim]` for each layer, for example from a prefix cache."""
         for index, (keys, values) in enumerate(rows):
             self.update(keys, values, index)
+
+
+def doubled(size: int, positions: int, most: int | None = None) -> int:
+    """`size` doubled until it holds `positions`; no more than `most` where that is enough."""
+    while size < positions:
+        size *= 2
+    return size if most is None or not positions <= most < size else most
 
 
 def _with_positions(like: Tensor, positions: int) -> tuple[int, ...]:
@@ -147,18 +157,11 @@ class StackedKVBuffer(KVBuffer):
         """Keys and values as numpy arrays `[layers, kv_heads, capacity, dim]` on the same memory."""
         return self._keys.numpy(), self._values.numpy()
 
-    def advance(self, positions: int) -> None:
-        """Count positions that were written behind `length`."""
-        for layer in self.layers:
-            layer.length += positions
-
     def reserve(self, positions: int) -> None:
         """Grow the storage of all layers, doubling, until it holds `positions`."""
-        capacity = self._keys.shape[2]
-        if positions <= capacity:
+        if positions <= self._keys.shape[2]:
             return
-        while capacity < positions:
-            capacity *= 2
+        capacity = doubled(self._keys.shape[2], positions)
         grown = [self._empty(capacity) for _ in range(2)]
         for new, old in zip(grown, (self._keys, self._values), strict=True):
             new[:, :, : self.length] = old[:, :, : self.length]

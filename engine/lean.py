@@ -16,7 +16,7 @@ from engine.kernels import fp32, int8
 from engine.kernels.fused import decode_layers, project
 from engine.kernels.linear import stacked
 from engine.kv import KVBuffer, StackedKVBuffer
-from engine.runner import PREFILL_ROWS
+from engine.runner import FIXED_ROTARY, PREFILL_ROWS, check_num_logits, rotary_kind
 
 Weight = Callable[[str], Stored]  # by its name in the checkpoint
 
@@ -26,13 +26,12 @@ def can_run_lean(config: Any) -> bool:
 
     Rotary angles must not depend on the text's length: they are computed once and kept. Weights must be plain numbers.
     """
-    rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     return (
         config.model_type in {"llama", "qwen2"}
         and config.hidden_act == "silu"
         and kinds == {"full_attention"}
-        and rotary in {"default", "linear", "llama3", "yarn"}
+        and rotary_kind(config) in FIXED_ROTARY
         and not getattr(config, "mlp_bias", False)
         and not getattr(config, "attention_bias", False)
         and getattr(config, "quantization_config", None) is None
@@ -72,8 +71,7 @@ class LeanRunner:
 
     def forward(self, tokens: Sequence[int], buffer: KVBuffer, num_logits: int) -> Tensor:
         """Append `tokens`; logits `[num_logits, vocab]` of the last rows, equal to the bit for any grouping of rows."""
-        if not 0 < num_logits <= len(tokens):
-            raise ValueError(f"num_logits is {num_logits} for {len(tokens)} rows; ask for 1 to that many")
+        check_num_logits(num_logits, len(tokens))
         assert isinstance(buffer, StackedKVBuffer)
         before = buffer.length
         buffer.reserve(before + len(tokens))

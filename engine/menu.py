@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 from engine.errors import MenuError
 
@@ -85,8 +87,15 @@ class Menu:
             return [True] * len(self)
         return [action.reuse or _reusing(action) not in self.actions for action in self.actions]
 
-    def allowed(self, index: int, mask: Sequence[bool]) -> int:
-        """`index` itself, or its reusing twin where the mask excludes it. Raises `MenuError` for an unknown index."""
+    def allowed(self, index: SupportsIndex, mask: Sequence[bool]) -> int:
+        """`index` itself, or its reusing twin where the mask excludes it.
+
+        Raises `MenuError` for what is no whole number, or outside the menu.
+        """
+        try:
+            index = operator.index(index)
+        except TypeError:
+            raise MenuError(f"action {index!r:.40} is no index; choose must return that of a menu entry") from None
         if not 0 <= index < len(self):
             raise MenuError(f"action {index} is outside the menu of {len(self)} entries: {self}")
         return index if mask[index] else self.actions.index(_reusing(self.actions[index]))

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
+from transformers.utils.hub import cached_file
 
 from engine.errors import (
     DeviceError,
     ModelFileError,
     ModelNotFoundError,
+    SettingError,
     TokenizerMismatchError,
     UnsupportedModelError,
     first_line,
@@ -26,6 +28,10 @@ from engine.gguf import BUNDLED, bundled_file, converted_folder
 from engine.runner import HFRunner, Runner
 from engine.static_runner import static_or_plain
 
+SAMPLES, SAMPLE_BYTES = 4096, 1024  # places in a weight file that its digest looks at
+# What another copy of the model would not mend.
+_NOT_THE_MODELS_FAULT = (UnsupportedModelError, SettingError, MemoryError, torch.OutOfMemoryError, ImportError)
+_WEIGHTS, _TEXTS = {".safetensors", ".bin"}, {".json", ".jinja", ".model", ".txt"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -60,8 +66,8 @@ def load_model(
         ModelNotFoundError, ModelFileError, UnsupportedModelError, DeviceError, SettingError: each with its mend.
     """
     check_exact(exact)
-    _check_precision(precision, device)
-    _check_device(device)
+    _check_precision(precision, str(device))
+    device = _checked_device(device)
 
     def load(folder: str) -> LoadedModel:
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -74,24 +80,36 @@ def load_model(
         else:
             runner, generation = _plain_runner(folder, DTYPES[precision], device, exact)
         eos_ids = _eos_ids(generation, tokenizer)
-        return LoadedModel(name, precision, device, runner, tokenizer, eos_ids, model_digest(name, folder))
+        return LoadedModel(name, precision, device, runner, tokenizer, eos_ids, model_digest(folder))
 
     loaded = _read(name, load)
     settle_exact(exact, loaded.runner, precision)
     return loaded
 
 
-def model_digest(name: str, folder: str) -> str:
-    """16 hex digits that tell models apart whose costs differ: of config.json and the names and sizes of the weight
-    files in `folder`; of the name where that is a hub id."""
-    path, digest = Path(folder), hashlib.sha256()
-    if not path.is_dir():
-        return hashlib.sha256(name.encode()).hexdigest()[:16]
-    digest.update((path / "config.json").read_bytes())
+def model_digest(folder: str) -> str:
+    """16 hex digits that tell models apart, also those of one architecture: of configuration, tokenizer and template,
+    and of the weights, of which so many places are read that no matrix of a megabyte or more is passed over in a model
+    of a few gigabytes."""
+    path = Path(folder)
+    if not path.is_dir():  # a hub id, which was loaded just now
+        path = Path(str(cached_file(folder, "config.json"))).parent
+    digest = hashlib.sha256()
     for file in sorted(path.iterdir()):
-        if file.suffix in {".safetensors", ".bin"}:
+        if file.suffix in _WEIGHTS | _TEXTS and file.is_file():
             digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+            digest.update(_sampled(file) if file.suffix in _WEIGHTS else file.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _sampled(file: Path) -> bytes:
+    size = file.stat().st_size
+    pieces = []
+    with file.open("rb") as weights:
+        for place in range(SAMPLES):
+            weights.seek(size * place // SAMPLES)
+            pieces.append(weights.read(SAMPLE_BYTES))
+    return b"".join(pieces)
 
 
 def check_same_tokenizer(target: LoadedModel, drafter: LoadedModel) -> None:
@@ -114,11 +132,12 @@ def _check_precision(precision: str, device: str) -> None:
     known = (*DTYPES, "int8")
     if precision not in known:
         raise DeviceError(f"precision {precision!r} is unknown; choose one of {', '.join(known)}")
-    if precision == "int8" and device != "cpu":
+    if precision == "int8" and not device.startswith("cpu"):
         raise DeviceError(f"precision int8 runs on the CPU only; use bf16 on {device}")
 
 
-def _check_device(device: str) -> None:
+def _checked_device(device: str) -> str:
+    """The device as text: `cpu`, or `cuda` with its index if it has one."""
     try:
         kind = torch.device(device).type
     except RuntimeError as error:
@@ -130,6 +149,7 @@ def _check_device(device: str) -> None:
         raise DeviceError(f"device {device} was asked for, and torch sees cuda:0 to cuda:{count - 1} here; use one")
     if kind not in {"cpu", "cuda"}:
         raise DeviceError(f"device {device!r} is not supported; choose cpu or cuda")
+    return "cpu" if kind == "cpu" else str(device)
 
 
 def _locate(name: str) -> str:
@@ -160,7 +180,7 @@ def _read(name: str, load: Callable[[str], LoadedModel]) -> LoadedModel:
     folder = _locate(name)
     try:
         return load(folder)
-    except UnsupportedModelError:
+    except _NOT_THE_MODELS_FAULT:
         raise
     except Exception as error:
         if not Path(folder).is_dir():
@@ -174,11 +194,15 @@ def _read(name: str, load: Callable[[str], LoadedModel]) -> LoadedModel:
     folder = _locate(name)
     try:
         return load(folder)
+    except _NOT_THE_MODELS_FAULT:
+        raise
     except Exception as error:
         raise _unreadable(folder, error) from error
 
 
 def _unreadable(folder: str, error: Exception) -> ModelFileError:
+    if isinstance(error, ModelFileError):
+        return error
     return ModelFileError(f"the model in {folder} cannot be read ({first_line(error)}); fetch it again")
 
 

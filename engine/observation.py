@@ -13,7 +13,8 @@ from engine.costs import CostTable
 from engine.drafters.base import Signal
 from engine.menu import Menu
 
-SCHEMA_VERSION = 2
+MODEL = "model:"  # what names of drafters begin with that are models
+SCHEMA_VERSION = 3
 
 # name, unit, highest value: every feature lies between 0 and it.
 _REQUEST_FEATURES = (
@@ -27,8 +28,8 @@ _REQUEST_FEATURES = (
     ("last_accepted", "drafted tokens accepted in the last step", 64.0),
     ("acceptance_short", "accepted over drafted, moving average over about 3 drafts", 1.0),
     ("acceptance_long", "accepted over drafted, moving average over about 20 drafts", 1.0),
-    ("target_top_probability", "the target's top probability where the newest token was chosen", 1.0),
-    ("target_entropy", "entropy of the target there, nats", 20.0),
+    ("target_top_probability", "the target's top probability where the newest token was chosen, if shown", 1.0),
+    ("target_entropy", "entropy of the target there, nats, if shown", 20.0),
 )
 _SIGNAL_FEATURES = (
     ("match_length", "tokens of the text's end that occur earlier", 64.0),
@@ -66,7 +67,7 @@ class ObservationSchema:
     """
 
     def __init__(self, menu: Menu, costs: CostTable | None = None) -> None:
-        self.drafters = menu.drafters
+        self.drafters, self.shows_certainty = menu.drafters, shows_certainty(menu)
         fields = list(_REQUEST_FEATURES)
         for drafter in menu.drafters:
             fields += [(f"{drafter}.{name}", unit, high) for name, unit, high in _SIGNAL_FEATURES]
@@ -122,6 +123,12 @@ class ObservationSchema:
         vector[: len(values)] = values
         np.minimum(vector, self.high, out=vector)  # both together take half the time of clip
         return np.maximum(vector, 0.0, out=vector)
+
+
+def shows_certainty(menu: Menu) -> bool:
+    """Whether observations show how sure the target was. That takes a look at every logit, and beside a drafter that
+    can tell how sure it is before it drafts it has decided nothing; a model cannot tell."""
+    return any(drafter.startswith(MODEL) for drafter in menu.drafters)
 
 
 def _cost_features(menu: Menu, costs: CostTable | None) -> list[float]:

@@ -18,9 +18,10 @@ from engine.costs import CostTable
 from engine.errors import DraftgateError, PolicyError
 from engine.menu import Menu, parse_menu
 from engine.observation import SCHEMA_VERSION, Observation, ObservationSchema
-from engine.policy_heads import HEADS, Head
+from engine.policy_heads import HEADS, ConstantHead, Head
 from engine.sealed import SealedFormat
 
+_UNSEEN = np.empty(0, np.float32)  # what a head is given that looks at nothing
 UNCUT_VERSION = 2  # of policies from before drafts could be cut: they are read as `min_confidence` 0
 FORMAT = SealedFormat(
     name="policy",
@@ -45,7 +46,7 @@ class Policy:
         head: maps an observation vector and a mask to an action.
         costs: the cost table of the machine that it was trained on.
         target: the model that it was trained with, as `load_model` takes it.
-        precision: fp32, bf16 or fp16.
+        precision: fp32, int8, bf16 or fp16.
         provenance: versions, command, git commit; told by cards, never acted on.
         min_confidence: from 0 to 1: drafts end before the first token that their drafter trusts less.
     """
@@ -93,16 +94,15 @@ class Policy:
 class PolicyController(BaseController):
     """A policy behind the controller protocol."""
 
-    needs_observation = True
-
     def __init__(self, policy: Policy, costs: CostTable) -> None:
         self.name, self.min_confidence = policy.name, policy.min_confidence
+        self.needs_observation = not isinstance(policy.head, ConstantHead)
         self._policy = policy
         self._schema = ObservationSchema(policy.menu, costs)
 
     def choose(self, observation: Observation | None, mask: Sequence[bool]) -> int:
-        assert observation is not None
-        return self._policy.decide(self._schema.vector(observation), mask)
+        vector = self._schema.vector(observation) if observation else _UNSEEN
+        return self._policy.decide(vector, mask)
 
 
 def load_policy(folder: str | Path) -> Policy:

@@ -12,8 +12,11 @@ import numpy as np
 
 from engine.cells import Cells
 from engine.errors import PolicyError
+from engine.head_tensors import check, contiguous, doubled, folded
 
 ACTIVATIONS = ("tanh", "relu")
+TANH_OF_IT_IS_ONE = 20.0  # to the last bit of a float64
+HIDDEN = (64, 64)  # units of a network's layers, where nothing else is asked for
 
 
 class Head(Protocol):
@@ -93,7 +96,7 @@ class LinearHead:
     kind: ClassVar[str] = "linear"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_layers", _doubled(self.center, self.scale, self.weight, self.bias))
+        object.__setattr__(self, "_layers", doubled(self.center, self.scale, self.weight, self.bias))
 
     def decide(self, vector: np.ndarray, mask: Sequence[bool]) -> int:
         return _best(self.scores(vector).tolist(), mask)
@@ -104,7 +107,7 @@ class LinearHead:
         return np.asarray((vectors - center) * scale @ weight + bias)
 
     def tensors(self) -> dict[str, np.ndarray]:
-        return _contiguous({name: getattr(self, name) for name in ("center", "scale", "weight", "bias")})
+        return contiguous({name: getattr(self, name) for name in ("center", "scale", "weight", "bias")})
 
     def settings(self) -> dict[str, Any]:
         return {}
@@ -115,8 +118,38 @@ class LinearHead:
     ) -> LinearHead:
         features = len(names)
         shapes = {"center": (features,), "scale": (features,), "weight": (features, actions), "bias": (actions,)}
-        _check(tensors, shapes)
+        check(tensors, shapes)
         return cls(**{name: tensors[name] for name in shapes})
+
+
+@dataclass(frozen=True)
+class ConstantHead:
+    """One action throughout: a rule, for which no observation need be made.
+
+    Attributes:
+        action: index of a reusing entry of the menu, which no mask excludes.
+    """
+
+    action: int
+    kind: ClassVar[str] = "constant"
+
+    def decide(self, vector: np.ndarray | None, mask: Sequence[bool]) -> int:
+        return self.action
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        return {}
+
+    def settings(self) -> dict[str, Any]:
+        return {"action": self.action}
+
+    @classmethod
+    def load(
+        cls, settings: Mapping[str, Any], tensors: Mapping[str, np.ndarray], names: Sequence[str], actions: int
+    ) -> ConstantHead:
+        head = cls(int(settings["action"]))
+        if tensors or not 0 <= head.action < actions:
+            raise PolicyError("the policy's constant action is not in its menu; export it again")
+        return head
 
 
 @dataclass(frozen=True)
@@ -125,6 +158,8 @@ class MLPHead:
 
     Weights are kept as float32, as trained; sums are taken in float64, so that the order in which a library adds them
     up moves a score by 1e-15 and not by 1e-7, and no near tie falls differently here than where it was trained.
+    Standardisation and biases are folded into the matrices: right behind a model's pass, whose weights have pushed all
+    else out of the caches, each call costs microseconds.
 
     Attributes:
         center, scale: float32 `[features]`: an observation x is read as `(x - center) * scale`.
@@ -143,31 +178,33 @@ class MLPHead:
     def __post_init__(self) -> None:
         if self.activation not in ACTIVATIONS:
             raise PolicyError(f"the policy's activation is {self.activation!r}; known: {', '.join(ACTIVATIONS)}")
-        weights, biases = _doubled(*self.weights), _doubled(*self.biases)
-        object.__setattr__(self, "_standard", _doubled(self.center, self.scale))
-        object.__setattr__(self, "_hidden", tuple(zip(weights[:-1], biases[:-1], strict=True)))
-        object.__setattr__(self, "_last", (weights[-1], biases[-1]))
+        center, scale = doubled(self.center, self.scale)
+        weights, biases = list(doubled(*self.weights)), list(doubled(*self.biases))
+        biases[0] = biases[0] - center * scale @ weights[0]
+        weights[0] = scale[:, None] * weights[0]
+        one = TANH_OF_IT_IS_ONE if self.activation == "tanh" else 1.0
+        matrices = [folded(weight, bias, one) for weight, bias in zip(weights, biases, strict=True)]
+        object.__setattr__(self, "_hidden", tuple(matrices[:-1]))
+        object.__setattr__(self, "_last", np.ascontiguousarray(matrices[-1][:, :-1]))
 
     def decide(self, vector: np.ndarray, mask: Sequence[bool]) -> int:
         return _best(self.scores(vector).tolist(), mask)
 
     def scores(self, vectors: np.ndarray) -> np.ndarray:
         """Float64 `[..., actions]` of observations `[..., features]`."""
-        center, scale = self._standard  # type: ignore[attr-defined]
-        values = (vectors - center) * scale
+        values = np.ones((*vectors.shape[:-1], vectors.shape[-1] + 1))
+        values[..., :-1] = vectors
         tanh = self.activation == "tanh"
-        for weight, bias in self._hidden:  # type: ignore[attr-defined]
-            values = values @ weight
-            values += bias
+        for matrix in self._hidden:  # type: ignore[attr-defined]
+            values = values @ matrix
             values = np.tanh(values, out=values) if tanh else np.maximum(values, 0.0, out=values)
-        weight, bias = self._last  # type: ignore[attr-defined]
-        return np.asarray(values @ weight + bias)
+        return np.asarray(values @ self._last)  # type: ignore[attr-defined]
 
     def tensors(self) -> dict[str, np.ndarray]:
         arrays = {"center": self.center, "scale": self.scale}
         for layer, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             arrays |= {f"weight.{layer}": weight, f"bias.{layer}": bias}
-        return _contiguous(arrays)
+        return contiguous(arrays)
 
     def settings(self) -> dict[str, Any]:
         return {"activation": self.activation, "hidden": [len(bias) for bias in self.biases[:-1]]}
@@ -180,7 +217,7 @@ class MLPHead:
         shapes: dict[str, tuple[int, ...]] = {"center": (len(names),), "scale": (len(names),)}
         for layer, (inputs, outputs) in enumerate(pairwise(widths)):
             shapes |= {f"weight.{layer}": (inputs, outputs), f"bias.{layer}": (outputs,)}
-        _check(tensors, shapes)
+        check(tensors, shapes)
         layers = range(len(widths) - 1)
         return cls(
             tensors["center"],
@@ -200,28 +237,6 @@ def _best(scores: list[float], mask: Sequence[bool]) -> int:
     return best
 
 
-def _doubled(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
-    return tuple(np.ascontiguousarray(array, dtype=np.float64) for array in arrays)
-
-
-def _contiguous(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {name: np.ascontiguousarray(array, dtype=np.float32) for name, array in arrays.items()}
-
-
-def _check(tensors: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Hold a policy's tensors against what its observation, menu and settings ask for."""
-    if set(tensors) != set(shapes):
-        odd = ", ".join(sorted(set(tensors) ^ set(shapes))[:4])
-        raise PolicyError(f"the policy's tensors are not those of its head ({odd}); export it again")
-    for name, shape in shapes.items():
-        tensor = tensors[name]
-        if tensor.dtype != np.float32 or tensor.shape != shape or not np.isfinite(tensor).all():
-            raise PolicyError(
-                f"the policy's {name} is {tensor.dtype} of shape {tensor.shape}, its observation and menu ask for "
-                f"float32 of {shape}, all finite; export it again"
-            )
-
-
-HEADS: dict[str, type[TableHead] | type[LinearHead] | type[MLPHead]] = {
-    head.kind: head for head in (TableHead, LinearHead, MLPHead)
+HEADS: dict[str, type[TableHead] | type[LinearHead] | type[MLPHead] | type[ConstantHead]] = {
+    head.kind: head for head in (TableHead, LinearHead, MLPHead, ConstantHead)
 }

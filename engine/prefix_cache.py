@@ -7,8 +7,9 @@ and this file joins the two. One cache serves one model; a drafter has its own. 
     cache.lock(match)
     cache.restore(match, buffer)                             # buffer.length == match.length
     ...                                                      # prefill the rest, decode
-    cache.insert(tokens[: buffer.length], buffer)            # verified tokens only
     cache.unlock(match)
+    held = min(buffer.length, len(tokens) - 1)               # not the newest, held only where it was drafted
+    cache.insert(tokens[:held], buffer)                      # verified tokens only
 
 Reuse is by exact prefix: anything else would change what the model computes. Not safe for use by several
 threads at once.
@@ -72,11 +73,6 @@ class CacheStatistics:
     stored_bytes: int
     byte_budget: int
     locked_tokens: int
-
-    @property
-    def hit_rate(self) -> float:
-        """Matched tokens over tokens looked up, 0 before the first lookup."""
-        return self.hit_tokens / self.requested_tokens if self.requested_tokens else 0.0
 
 
 class PrefixCache:

@@ -80,11 +80,6 @@ class RadixTree:
         """Stored tokens that a lock keeps."""
         return self._protected
 
-    @property
-    def evictable_size(self) -> int:
-        """Stored tokens that no lock keeps."""
-        return self.stored_size - self._protected
-
     def match(self, tokens: Sequence[int], salt: str = "") -> TreeMatch:
         """Find the longest stored prefix of `tokens`; it may end inside a node, which is not split.
 

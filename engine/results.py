@@ -11,7 +11,7 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step: k tokens proposed, k + 1 rows verified, `len(tokens)` committed.
+    """One step: `drafted` tokens proposed, `drafted + 1` rows verified, `len(tokens)` committed.
 
     Attributes:
         action: index in the menu.
@@ -21,11 +21,13 @@ class StepRecord:
         accepted: proposed tokens that were committed.
         tokens: what was committed, in order; the last is the target's own unless the request ended in the draft.
         rejected: proposed tokens that were not committed.
-        prefilled: prompt tokens that this step's pass read besides its k + 1 rows (first step only; 0 where all but
-            the last were cached).
+        prefilled: prompt tokens that this step's pass read besides its drafted + 1 rows (first step only; 0 where
+            all but the last were cached).
         cached: prompt tokens taken from the prefix cache (first step only).
         seconds_draft, seconds_verify: the drafter's time; the target's pass (with prefill) and verdict.
-        seconds_overhead: everything else: choosing, observing, prefix cache, bookkeeping.
+        seconds_overhead: the rest of the step: observing, choosing, committing with the text of its tokens; of a first
+            step also setting the request up and copying the cached prefix. What comes between steps is in no figure:
+            the controller's learning, storing the prefix at the end, encoding the prompt at the start.
         first: whether this is the request's first step, which also reads the prompt.
         context: tokens of the request before this step, prompt included.
     """
@@ -103,8 +105,8 @@ class Generation:
             None while the request is under way.
         steps: one record a step.
         counters: totals of this request.
-        time_to_first_token: seconds from the request to the end of its first step.
-        seconds: seconds of all steps.
+        time_to_first_token: seconds of the first step; encoding the prompt is not in it.
+        seconds: seconds of all steps; what `StepRecord.seconds_overhead` leaves out is not in it.
     """
 
     tokens: list[int]
@@ -117,11 +119,5 @@ class Generation:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens over the whole request's seconds, prefill included."""
+        """New tokens over the seconds of all steps, prefill included."""
         return len(self.tokens) / self.seconds if self.seconds else 0.0
-
-    @property
-    def time_per_output_token(self) -> float:
-        """Seconds for each token after the first step's; 0 where there is none."""
-        after = len(self.tokens) - (len(self.steps[0].tokens) if self.steps else 0)
-        return (self.seconds - self.time_to_first_token) / after if after else 0.0

@@ -43,11 +43,9 @@ class Rounding:
 
     Attributes:
         largest: the largest change that was seen of the distance between two of a row's highest logits.
-        raised: how often a request saw a larger one than the measurement and the requests before it.
     """
 
     largest: float
-    raised: int = 0
 
     @property
     def bound(self) -> float:
@@ -56,10 +54,7 @@ class Rounding:
 
     def learn(self, plain: Tensor, grouped: Tensor) -> None:
         """Take in one row's logits `[vocab]`, computed both ways."""
-        seen = change(plain, grouped)
-        if seen > self.largest:
-            self.largest = seen
-            self.raised += 1
+        self.largest = max(self.largest, change(plain, grouped))
 
 
 def cached_rounding(runner: Runner, tokenizer: Any, lengths: Sequence[int], device: str = "cpu") -> Rounding:
@@ -102,7 +97,7 @@ def measure_rounding(runner: Runner, texts: Sequence[Sequence[int]], most_rows: 
         halves = [prompt // 2, prompt - prompt // 2] if prompt > 1 else [prompt]
         for passes in ([*halves, *_repeat(sizes)], [prompt + most_rows - 1, *_repeat(sizes[::-1])]):
             for ours, theirs in zip(plain, _logits(runner, tokens, prompt, passes), strict=True):
-                rounding.largest = max(rounding.largest, change(ours, theirs))
+                rounding.learn(ours, theirs)
     return rounding
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from engine.kv import KVBuffer
 
 # Rows of one prefill pass: bounds the memory of attention scores and activations.
 PREFILL_ROWS = 512
+# Kinds of rotary angles that do not depend on the length of the text.
+FIXED_ROTARY = {"default", "linear", "llama3", "yarn"}
 
 
 class Runner(Protocol):
@@ -55,8 +57,7 @@ class HFRunner:
 
     @torch.inference_mode()
     def forward(self, tokens: Sequence[int], buffer: KVBuffer, num_logits: int) -> Tensor:
-        if not 0 < num_logits <= len(tokens):
-            raise ValueError(f"num_logits is {num_logits} for {len(tokens)} rows; ask for 1 to that many")
+        check_num_logits(num_logits, len(tokens))
         before = buffer.length
         head = max(0, len(tokens) - max(PREFILL_ROWS, num_logits))
         try:
@@ -83,6 +84,17 @@ def kv_bytes_per_token(runner: Runner) -> int:
     buffer = runner.new_buffer()
     runner.forward([0], buffer, 1)
     return buffer.nbytes
+
+
+def check_num_logits(num_logits: int, rows: int) -> None:
+    """Raise `ValueError` where a pass has fewer rows than the logits that are asked for."""
+    if not 0 < num_logits <= rows:
+        raise ValueError(f"num_logits is {num_logits} for {rows} rows; ask for 1 to that many")
+
+
+def rotary_kind(config: Any) -> str:
+    """How a model makes its rotary angles; `default` also where it has none."""
+    return str((getattr(config, "rope_parameters", None) or {}).get("rope_type", "default"))
 
 
 def refuse_recurrent(config: object) -> None:

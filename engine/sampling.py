@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from dataclasses import dataclass
+from numbers import Real
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.errors import SamplingError
+
+
+def whole(value: object) -> int:
+    """A setting of any integer type as an int; -1, which no setting may be, for what is no whole number."""
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return -1
+
+
+def _real(value: object) -> float:
+    """A setting of any real type as a float; NaN, which is in no range, for what is no number."""
+    try:
+        return float(value) if isinstance(value, Real) else math.nan
+    except OverflowError:
+        return math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,14 +40,18 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature < float("inf"):
-            raise SamplingError(f"temperature is {self.temperature}; give 0 (greedy) or a positive number")
-        if not 0.0 < self.top_p <= 1.0:
-            raise SamplingError(f"top_p is {self.top_p}; give a number above 0 and at most 1")
-        if not isinstance(self.top_k, int) or self.top_k < 0:
-            raise SamplingError(f"top_k is {self.top_k}; give 0 (off) or a positive whole number")
-        if self.seed is not None and (not isinstance(self.seed, int) or self.seed < 0):
-            raise SamplingError(f"seed is {self.seed}; give 0 or a positive whole number, or none")
+        temperature, top_p, top_k = _real(self.temperature), _real(self.top_p), whole(self.top_k)
+        seed = None if self.seed is None else whole(self.seed)
+        if not 0.0 <= temperature < math.inf:
+            raise SamplingError(f"temperature is {self.temperature!r}; give 0 (greedy) or a positive number")
+        if not 0.0 < top_p <= 1.0:
+            raise SamplingError(f"top_p is {self.top_p!r}; give a number above 0 and at most 1")
+        if top_k < 0:
+            raise SamplingError(f"top_k is {self.top_k!r}; give 0 (off) or a positive whole number")
+        if seed is not None and seed < 0:
+            raise SamplingError(f"seed is {self.seed!r}; give 0 or a positive whole number, or none")
+        for name, value in zip(self.__slots__, (temperature, top_p, top_k, seed), strict=True):
+            object.__setattr__(self, name, value)
 
     @property
     def greedy(self) -> bool:

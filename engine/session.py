@@ -16,7 +16,7 @@ from engine.drafting import Drafting
 from engine.errors import MenuError, first_line
 from engine.exactness import NearTies
 from engine.menu import Action, Menu
-from engine.observation import Observation
+from engine.observation import Observation, shows_certainty
 from engine.prefix_cache import PrefixCache
 from engine.request import Request
 from engine.results import Counters, FinishReason, Generation, StepRecord, count_steps
@@ -45,7 +45,9 @@ class Parts:
 class Session:
     """The state of one checked request, driven by `step` until `finished`, then closed (`with` does that).
 
-    The buffer holds every token but the newest, which is the first row of the next pass; drafted rows follow it::
+    Between steps the buffer holds every token but the newest, which is the first row of the next pass; drafted rows
+    follow it. A request that ends within its draft has the newest token in the buffer too. `tokens` is one list, which
+    `Drafting` and `NearTies` read as it grows::
 
         |  prompt  |  generated  | pending |  draft 1 ... draft k  |
         0                  buffer.length                 rows of the pass
@@ -94,8 +96,9 @@ class Session:
         return self._parts.menu.mask(can_reuse=not self.steps and self._match.length > 0)
 
     def observe(self) -> Observation:
-        """What is known before the next step. It mutates nothing."""
-        top_probability, entropy = certainty(self.newest_logits)
+        """What is known before the next step. Asking changes nothing that a later observation or step depends on."""
+        certain = shows_certainty(self._parts.menu)
+        top_probability, entropy = certainty(self.newest_logits) if certain else (0.0, 0.0)
         return Observation(
             prefill_pending=not self.steps,
             prompt_tokens=len(self._request.tokens),
@@ -144,9 +147,9 @@ class Session:
             raise
         self._parts.runner.synchronize()
         after_verify = time.perf_counter()
-        verified = len(self.tokens) + verdict.accepted
+        valid = len(self.tokens) + verdict.accepted  # KV rows that stay; counted before `tokens` grows
         committed = self._commit([*draft.tokens[: verdict.accepted], verdict.token])
-        self._buffer.truncate(min(verified, len(self.tokens)))
+        self._buffer.truncate(min(valid, len(self.tokens)))
         self.newest_logits = logits[verdict.accepted]
         accepted = min(verdict.accepted, len(committed))
         self._remember(len(draft.tokens), accepted)
@@ -200,8 +203,6 @@ class Session:
 
     def result(self) -> Generation:
         """The generation so far, with its counters."""
-        if self.finished:  # else what is held back may still become a character or a stop string
-            self._detokenizer.finish()
         return Generation(
             tokens=self.generated,
             text=self._detokenizer.text,
@@ -247,6 +248,7 @@ class Session:
             elif self.left <= 0:
                 self.finish_reason = "length"
             if self.finished:
+                self._detokenizer.finish()
                 return tuple(tokens[:count])
         return tuple(tokens)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from engine.kv import KVBuffer, KVLayer
+from engine.kv import KVBuffer, KVLayer, doubled
 from engine.static_graph import Captured
 
 FIRST_POSITIONS = 1024  # of the smallest storage
@@ -109,11 +109,6 @@ class StaticKVBuffer(KVBuffer):
             self.reserve(self.length + rows[0][0].shape[-2])
         super().append(rows)
 
-    def advance(self, positions: int) -> None:
-        """Count positions that were written behind `length`."""
-        for layer in self.layers:
-            layer.length += positions
-
     def _adopt(self, storage: KVStorage, length: int) -> None:
         self._return = weakref.finalize(self, self._pool.give_back, storage)
         self._return.atexit = False
@@ -164,11 +159,3 @@ class SlotCache(Cache):
 
     def __init__(self, storage: KVStorage, slots: Tensor, span: int) -> None:
         super().__init__(layers=[SlotLayer(keys, values, slots, span) for keys, values in storage.layers])
-
-
-def doubled(first: int, positions: int, most: int) -> int:
-    """`first` doubled until it holds `positions`, but no more than `most` where that is enough."""
-    size = first
-    while size < positions:
-        size *= 2
-    return most if positions <= most < size else size

@@ -25,13 +25,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from engine.errors import UnsupportedModelError, first_line
-from engine.kv import KVBuffer
-from engine.runner import HFRunner
+from engine.errors import SettingError, first_line
+from engine.kv import KVBuffer, doubled
+from engine.runner import FIXED_ROTARY, HFRunner, check_num_logits, rotary_kind
 from engine.static_graph import Captured, Recorder
-from engine.static_kv import KVStorage, SlotCache, StaticKVBuffer, StoragePool, TensorShape, doubled
+from engine.static_kv import KVStorage, SlotCache, StaticKVBuffer, StoragePool, TensorShape
 
-ROWS = 16  # a tile of the tensor cores: fewer rows cost no less
+ROWS = 16  # of a pass at most, the pending token and its drafts: a tile of the tensor cores, fewer rows cost no less
+BUCKETS = (1, 2, 4, 8, ROWS)  # rows of a pass where it need not be bitwise
 FIRST_SPAN = 256
 ALIGNMENT = 64  # of the longest span, which attention kernels ask for
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}  # of the largest logit, to the plain runner
@@ -44,23 +45,19 @@ class StaticRunner(HFRunner):
     Args:
         model: on its device, in its precision; `why_not_static` tells whether it can be served.
         exact: `bitwise` makes a row's bits independent of the rows beside it; anything else allows one graph for each
-            bucket of rows (1, 2, 4, 8, ... `rows`), and reads longer prompts as the plain runner does.
-        rows: real rows of a pass at most, the pending token and its drafts; bitwise, rounded up to whole tiles of 16.
+            bucket of rows (1, 2, 4, 8, 16), and reads longer prompts as the plain runner does.
 
     A pass that raises leaves the buffer as it was before.
     """
 
     bitwise: bool
 
-    def __init__(self, model: nn.Module, exact: str | None = None, rows: int = ROWS) -> None:
+    def __init__(self, model: nn.Module, exact: str | None = None) -> None:
         super().__init__(model)
-        if rows < 1:
-            raise ValueError(f"rows is {rows}; give 1 or more")
         self.bitwise = exact == "bitwise"
-        self.rows = -(-rows // ROWS) * ROWS if self.bitwise else rows  # kernels may treat part of a tile in another way
         self.recorder = Recorder(self.device) if self.device.type == "cuda" else None  # without it passes run eagerly
-        self._longest = -(-(self.max_context + self.rows) // ALIGNMENT) * ALIGNMENT
-        self._ids = torch.zeros(self.rows, dtype=torch.long, device=self.device)
+        self._longest = -(-(self.max_context + ROWS) // ALIGNMENT) * ALIGNMENT
+        self._ids = torch.zeros(ROWS, dtype=torch.long, device=self.device)
         self._length = torch.zeros((), dtype=torch.long, device=self.device)
         shapes, dtype = self._layout()
         self._dtype = dtype
@@ -76,8 +73,7 @@ class StaticRunner(HFRunner):
         buffer.reserve(1)
         positions = range(1, buffer.storage.capacity + 1)
         spans = sorted({doubled(FIRST_SPAN, position, self._longest) for position in positions})
-        buckets = {min(self.rows, 1 << power) for power in range(self.rows.bit_length() + 1)}
-        for rows in [self.rows] if self.bitwise else sorted(buckets):
+        for rows in [ROWS] if self.bitwise else BUCKETS:
             for span in spans:
                 if (rows, span) not in buffer.storage.graphs:
                     self._record(buffer.storage, rows, span)
@@ -85,13 +81,12 @@ class StaticRunner(HFRunner):
     @torch.inference_mode()
     def forward(self, tokens: Sequence[int], buffer: KVBuffer, num_logits: int) -> Tensor:
         """Append `tokens` to a buffer of this runner; logits `[num_logits, vocab]` (fp32) of the last rows."""
-        if not 0 < num_logits <= len(tokens):
-            raise ValueError(f"num_logits is {num_logits} for {len(tokens)} rows; ask for 1 to that many")
+        check_num_logits(num_logits, len(tokens))
         assert isinstance(buffer, StaticKVBuffer)
         before, count = buffer.length, len(tokens)
         if before + count > self.max_context:
             raise ValueError(f"{before + count} tokens are beyond the context window of {self.max_context}")
-        if count > self.rows and not self.bitwise:
+        if count > ROWS and not self.bitwise:
             buffer.reserve(before + count)
             return super().forward(tokens, buffer, num_logits)
         ids = torch.tensor(tokens, device=self.device)  # one copy to the device, however many passes follow
@@ -118,7 +113,7 @@ class StaticRunner(HFRunner):
         Bitwise, the span is what a row at `length` has in any pass: it must hold a whole pass that begins there. So
         does the span of each later row, and the pass ends before the first row whose span is the next one.
         """
-        rows = self.rows if self.bitwise else min(self.rows, 1 << (min(count, self.rows) - 1).bit_length())
+        rows = ROWS if self.bitwise else next(bucket for bucket in BUCKETS if bucket >= min(count, ROWS))
         return rows, doubled(FIRST_SPAN, length + rows, self._longest)
 
     def _static_pass(self, ids: Tensor, buffer: StaticKVBuffer, rows: int, span: int) -> Tensor:
@@ -185,7 +180,7 @@ class StaticRunner(HFRunner):
 def static_or_plain(model: nn.Module, exact: str | None = None) -> HFRunner:
     """A static runner where the model is served right by one, else the plain runner.
 
-    Raises `UnsupportedModelError` where `bitwise` is asked for and cannot be given.
+    Raises `SettingError` where `bitwise` is asked for and cannot be given.
     """
     plain = HFRunner(model)
     reason = why_not_static(model)
@@ -196,7 +191,7 @@ def static_or_plain(model: nn.Module, exact: str | None = None) -> HFRunner:
             runner.prepare()
             return runner
     if exact == "bitwise":
-        raise UnsupportedModelError(
+        raise SettingError(
             f"exact='bitwise' cannot be kept for this model: {reason}; leave exact out, or use 'guarded'"
         )
     return plain
@@ -206,15 +201,14 @@ def why_not_static(model: nn.Module) -> str | None:
     """What in a model's configuration needs more than a causal mask and fixed shapes; None where nothing does."""
     config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
     kinds = set(getattr(config, "layer_types", None) or [])
-    rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if kinds - {"full_attention"}:
         return f"its layers are {', '.join(sorted(kinds))}"
     if not kinds and (getattr(config, "sliding_window", None) or getattr(config, "attention_layers", None)):
         return "its attention has a window"
     if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         return "its experts take rows together"
-    if rotary not in {"default", "linear", "llama3", "yarn"}:
-        return f"its rotary angles ({rotary}) depend on the text's length"
+    if rotary_kind(config) not in FIXED_ROTARY:
+        return f"its rotary angles ({rotary_kind(config)}) depend on the text's length"
     if getattr(config, "_attn_implementation", "sdpa") not in {"sdpa", "eager"}:
         return f"its attention ({config._attn_implementation}) takes no mask"
     return None
@@ -232,7 +226,7 @@ def differs_from_plain(runner: StaticRunner, plain: HFRunner) -> str | None:
         buffer.truncate(0)
         found: list[Tensor] = []
         while (start := buffer.length) < len(text):
-            size = min(runner.rows, 1 + len(found) * 2)
+            size = min(ROWS, 1 + len(found) * 2)
             rows = text[start : start + size]
             found.append(runner.forward(rows, buffer, len(rows)))
         logits = torch.cat(found)

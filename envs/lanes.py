@@ -201,8 +201,9 @@ def _request_rows(flat: FlatTraces, schema: ObservationSchema, traces: TraceSet)
     rows[:, place["context"]] = schema.log2(prompt + position)
     rows[:, place["generated"]] = schema.log2(position)
     rows[:, place["left"]] = schema.log2(flat.limit[request] - position)
-    rows[:, place["target_top_probability"]] = flat.top_probability
-    rows[:, place["target_entropy"]] = flat.entropy
+    if schema.shows_certainty:
+        rows[:, place["target_top_probability"]] = flat.top_probability
+        rows[:, place["target_entropy"]] = flat.entropy
     for name in schema.drafters:
         drafter = traces.drafters.index(name)
         rows[:, place[f"{name}.match_length"]] = flat.match_length[drafter]

@@ -7,9 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
-import gymnasium as gym
 import numpy as np
-from gymnasium import spaces
 
 from engine import Session, SpeculativeDecoder
 from engine.costs import CostTable
@@ -20,12 +18,12 @@ from engine.observation import ObservationSchema
 from engine.render import Painter
 from envs.dialogue import Dialogue, Turn, endless
 from envs.engines import engine
-from envs.info import step_info
+from envs.info import RequestEnv, step_info
 from envs.replay_session import check_confidence
 from envs.workloads import load_workload
 
 
-class SpeculativeDecodingEnv(gym.Env[np.ndarray, np.int64]):
+class SpeculativeDecodingEnv(RequestEnv[Session]):
     """Choose the draft length of each step of real requests.
 
     An episode is one request of the workload, decoded greedily. Requests come in random order; the turns of a
@@ -79,11 +77,9 @@ class SpeculativeDecodingEnv(gym.Env[np.ndarray, np.int64]):
     ) -> None:
         check_confidence(min_confidence)
         drafters = (drafter,) if isinstance(drafter, str) else tuple(drafter)
-        self.menu = parse_menu(menu, drafters) if menu else default_menu(drafters)
+        actions = parse_menu(menu, drafters) if menu else default_menu(drafters)
+        super().__init__(actions, ObservationSchema(actions))
         self.render_mode = render_mode
-        self.schema = ObservationSchema(self.menu)
-        self.action_space = spaces.Discrete(len(self.menu))
-        self.observation_space = spaces.Box(np.zeros_like(self.schema.high), self.schema.high, dtype=np.float32)
         self._engine_settings = (target, drafters, str(self.menu), precision, device, prefix_cache_bytes)
         self.workload = load_workload(workload, split)
         self._max_new_tokens, self._min_confidence = max_new_tokens, min_confidence
@@ -92,7 +88,6 @@ class SpeculativeDecodingEnv(gym.Env[np.ndarray, np.int64]):
         self._dialogues: Iterator[Dialogue] | None = None
         self._dialogue: Dialogue | None = None
         self._turn: Turn | None = None
-        self._session: Session | None = None
         self._observe_seconds = 0.0  # of the observation that the next action is chosen by
         self._painter: Painter | None = None
         self._painted = ""
@@ -127,29 +122,15 @@ class SpeculativeDecodingEnv(gym.Env[np.ndarray, np.int64]):
 
     def step(self, action: np.int64 | int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         """One step of the engine. Raises `MenuError` for an action outside the menu."""
-        session = self.session
-        if session.finished:
-            raise gym.error.ResetNeeded("the request has finished; call reset() first")
+        session = self._unfinished()
         started = time.perf_counter() - self._observe_seconds
-        action = self.menu.allowed(int(action), session.mask())
+        action = self.menu.allowed(action, session.mask())
         record = session.step(action, self._min_confidence, started)
         if self.render_mode == "ansi" and self._painter:
             self._painted += self._painter.paint(record)
             self._painted += self._painter.finish() if session.finished else ""
         reward = -record.seconds / self.costs.plain_seconds(record.context)
         return self._observe(), reward, session.finished, False, self._info() | step_info(record)
-
-    @property
-    def session(self) -> Session:
-        """The request under way. Raises `ResetNeeded` where there is none."""
-        if self._session is None:
-            raise gym.error.ResetNeeded("no request is under way; call reset() first")
-        return self._session
-
-    def action_masks(self) -> np.ndarray:
-        """Bool `[actions]`: which entries differ from all others now (the form that maskable agents ask for)."""
-        mask = self._session.mask() if self._session else self.menu.mask(can_reuse=True)
-        return np.array(mask, dtype=bool)
 
     def render(self) -> str | None:  # type: ignore[override]
         """The request's text so far, with accepted drafts, the target's tokens and rejected drafts in colour."""
@@ -204,10 +185,6 @@ class SpeculativeDecodingEnv(gym.Env[np.ndarray, np.int64]):
         self._observe_seconds = time.perf_counter() - started
         return vector
 
-    def _info(self) -> dict[str, Any]:
+    def _asked(self) -> tuple[str, str]:
         assert self._turn is not None
-        return {
-            "action_mask": self.action_masks().astype(np.int8),
-            "request": self._turn.id,
-            "kind": self._turn.kind,
-        }
+        return self._turn.id, self._turn.kind

@@ -43,15 +43,15 @@ class Prices:
         self._draft[slot], self._scalars[slot] = draft, scalars
 
     def _lay_out(self, costs: CostTable) -> _Layout:
-        try:
-            knots, options = [0, *costs.contexts], range(self._longest + 1)
-            verify = np.array([[costs.rows_seconds(k, context) for context in knots] for k in options])
-            beyond = [costs.rows_seconds(k, knots[-1] + 1) for k in options] - verify[:, -1]
-            token = [costs.draft[name] for name in self._drafters]
-        except KeyError as error:
+        longest = [f"draft length {self._longest}"] if self._longest > max(costs.verify) else []
+        if lacking := [*longest, *(f"drafter {name!r}" for name in self._drafters if name not in costs.draft)]:
             raise TraceError(
-                f"the costs lack {error}, which the menu uses; calibrate an engine of this menu"
-            ) from error
+                f"the costs lack {', '.join(lacking)}, which the menu uses; calibrate an engine of this menu"
+            )
+        knots, options = [0, *costs.contexts], range(self._longest + 1)
+        verify = np.array([[costs.rows_seconds(k, context) for context in knots] for k in options])
+        beyond = [costs.rows_seconds(k, knots[-1] + 1) for k in options] - verify[:, -1]
+        token = [costs.draft[name] for name in self._drafters]
         lengths = [0, *(costs.reading or (1,))]
         read = np.array([[costs.reading_seconds(length) for length in lengths]])
         slope = costs.reading_seconds(lengths[-1] + 1) - read[:, -1]

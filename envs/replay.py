@@ -6,22 +6,20 @@ import json
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
-from gymnasium import spaces
 
 from engine.costs import CostTable
 from engine.errors import SettingError, TraceError
 from engine.menu import default_menu, parse_menu
 from engine.observation import ObservationSchema
-from envs.info import step_info
+from envs.info import RequestEnv, step_info
 from envs.replay_session import ReplaySession, check_confidence, check_recorded, exact_latency
 from envs.trace import TraceSet, load_traces
 
 LATENCIES = ("median", "sampled")
 
 
-class ReplayEnv(gym.Env[np.ndarray, np.int64]):
+class ReplayEnv(RequestEnv[ReplaySession]):
     """Choose the draft length of each step of recorded requests.
 
     Actions, observations, masks, rewards and `info` are those of the live environment, `envs.live`. Tokens are the
@@ -45,27 +43,25 @@ class ReplayEnv(gym.Env[np.ndarray, np.int64]):
 
     def __init__(
         self,
-        traces: str | TraceSet,
-        costs: str | CostTable,
+        traces: str | Path | TraceSet,
+        costs: str | Path | CostTable,
         menu: str | None = None,
         latency: str = "median",
         min_confidence: float = 0.0,
     ) -> None:
         check_confidence(min_confidence)
-        if latency not in LATENCIES:
-            raise SettingError(f"latency is {latency!r}; choose one of {', '.join(LATENCIES)}")
-        self.traces = load_traces(traces) if isinstance(traces, str) else traces
-        self.costs = read_costs(costs) if isinstance(costs, str) else costs
+        check_latency(latency)
+        self.traces = traces if isinstance(traces, TraceSet) else load_traces(traces)
+        self.costs = costs if isinstance(costs, CostTable) else read_costs(costs)
+        if not len(self.traces):
+            raise TraceError("the set holds no trace; record a workload that has requests")
         drafters = self.traces.drafters
-        self.menu = parse_menu(menu, drafters) if menu else default_menu(drafters)
-        check_recorded(self.traces, self.menu)
-        check_priced(self.costs, self.menu.lengths, self.menu.drafters)
-        self.schema = ObservationSchema(self.menu, self.costs)
-        self.action_space = spaces.Discrete(len(self.menu))
-        self.observation_space = spaces.Box(np.zeros_like(self.schema.high), self.schema.high, dtype=np.float32)
+        actions = parse_menu(menu, drafters) if menu else default_menu(drafters)
+        check_recorded(self.traces, actions)
+        check_priced(self.costs, actions.lengths, actions.drafters)
+        super().__init__(actions, ObservationSchema(actions, self.costs))
         self._latency, self._min_confidence = latency, min_confidence
         self._waiting: list[int] = []
-        self._session: ReplaySession | None = None
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -82,24 +78,10 @@ class ReplayEnv(gym.Env[np.ndarray, np.int64]):
 
     def step(self, action: np.int64 | int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         """One recorded step. Raises `MenuError` for an action outside the menu."""
-        session = self.session
-        if session.finished:
-            raise gym.error.ResetNeeded("the request has finished; call reset() first")
-        record = session.step(self.menu.allowed(int(action), session.mask()), self._min_confidence)
+        session = self._unfinished()
+        record = session.step(self.menu.allowed(action, session.mask()), self._min_confidence)
         reward = -record.seconds / self.costs.plain_seconds(record.context)
         return self._observe(), reward, session.finished, False, self._info() | step_info(record)
-
-    @property
-    def session(self) -> ReplaySession:
-        """The request under way. Raises `ResetNeeded` where there is none."""
-        if self._session is None:
-            raise gym.error.ResetNeeded("no request is under way; call reset() first")
-        return self._session
-
-    def action_masks(self) -> np.ndarray:
-        """Bool `[actions]`: which entries differ from all others now (the form that maskable agents ask for)."""
-        mask = self._session.mask() if self._session else self.menu.mask(can_reuse=True)
-        return np.array(mask, dtype=bool)
 
     def _noise(self) -> float:
         return float(np.exp(self.costs.deviation * self.np_random.standard_normal()))
@@ -109,12 +91,8 @@ class ReplayEnv(gym.Env[np.ndarray, np.int64]):
             return np.zeros_like(self.schema.high)
         return self.schema.vector(self.session.observe())
 
-    def _info(self) -> dict[str, Any]:
-        return {
-            "action_mask": self.action_masks().astype(np.int8),
-            "request": self.session.trace.request,
-            "kind": self.session.trace.kind,
-        }
+    def _asked(self) -> tuple[str, str]:
+        return self.session.trace.request, self.session.trace.kind
 
 
 def read_costs(path: str | Path) -> CostTable:
@@ -123,6 +101,12 @@ def read_costs(path: str | Path) -> CostTable:
         return CostTable.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise TraceError(f"{path} holds no cost table ({type(error).__name__}: {error}); calibrate anew") from error
+
+
+def check_latency(latency: str) -> None:
+    """Raise `SettingError` for a `latency` that is not among `LATENCIES`."""
+    if latency not in LATENCIES:
+        raise SettingError(f"latency is {latency!r}; choose one of {', '.join(LATENCIES)}")
 
 
 def check_priced(costs: CostTable, lengths: tuple[int, ...], drafters: tuple[str, ...]) -> None:

@@ -9,7 +9,7 @@ from engine.costs import CostTable
 from engine.drafters.base import Signal
 from engine.errors import MenuError, SettingError
 from engine.menu import Menu
-from engine.observation import Observation
+from engine.observation import Observation, shows_certainty
 from engine.results import StepRecord
 from engine.session import LONG_AVERAGE, SHORT_AVERAGE
 from envs.trace import TraceSet
@@ -47,6 +47,7 @@ class ReplaySession:
         self._menu, self._costs, self._noise = menu, costs, noise
         self._names = {name: place for place, name in enumerate(traces.drafters)}
         self._lagging = traces.lagging
+        self._certain = shows_certainty(menu)
         self._position = 0
         self._acceptance_short = self._acceptance_long = 0.5
         self._last_drafting = (0, 0)
@@ -80,8 +81,8 @@ class ReplaySession:
             last_accepted=self._last_drafting[1],
             acceptance_short=self._acceptance_short,
             acceptance_long=self._acceptance_long,
-            target_top_probability=float(trace.top_probability[at]),
-            target_entropy=float(trace.entropy[at]),
+            target_top_probability=float(trace.top_probability[at]) if self._certain else 0.0,
+            target_entropy=float(trace.entropy[at]) if self._certain else 0.0,
             signals={name: self._signal(place, at) for name, place in self._names.items()},
         )
 

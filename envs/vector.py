@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 from engine.controllers import Controller
 from engine.costs import CostTable
+from engine.errors import SettingError
 from engine.menu import Menu
 from envs.lanes import Lanes
+from envs.replay import check_latency
 from envs.replay_session import ReplaySession
 from envs.trace import TraceSet
 
-Latency = Literal["median", "sampled"]
 CostSource = CostTable | Sequence[CostTable] | Callable[[np.random.Generator], CostTable]
 PolicyFunction = Callable[[np.ndarray, np.ndarray], np.ndarray]  # observations [B, F], masks [B, M] -> actions [B]
 
@@ -46,10 +46,13 @@ class ReplayBatch:
         costs: CostSource,
         menu: Menu,
         size: int,
-        latency: Latency = "median",
+        latency: str = "median",
         seed: int = 0,
         min_confidence: float = 0.0,
     ) -> None:
+        check_latency(latency)
+        if not isinstance(costs, CostTable) and not callable(costs) and not len(costs):
+            raise SettingError("costs hold no table; give one at least")
         self._lanes = Lanes(traces, menu, size, min_confidence)
         self.menu, self.schema, self.size = menu, self._lanes.schema, size
         self._costs, self._sampled, self._num_requests = costs, latency == "sampled", len(traces)

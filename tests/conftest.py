@@ -9,15 +9,34 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import load_tiny, save_tiny
+from tiny_models import compile_kernels, load_tiny, save_tiny
 
-from engine import command_line
+from engine import calibration, command_line, storage
 from engine.models import LoadedModel
+
+KERNELS = storage.cache_folder().resolve() / "kernels"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile the kernels before workers begin, each of which would compile them for itself."""
+    if not hasattr(config, "workerinput"):
+        compile_kernels()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_calibration() -> Iterator[None]:
+    """Costs of tiny models need not be known well."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"CONTEXTS": (32, 96), "READINGS": (16, 64), "ROUNDS": 3}.items():
+            patch.setattr(calibration, name, value)
+        patch.setattr(calibration, "READING_ROUNDS", 2)
+        patch.setattr(calibration, "BOOKKEEPING_ROUNDS", 2)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -40,8 +59,10 @@ def drafter_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """What a module's tests calibrate or convert stays here."""
+    """What a module's tests calibrate or convert stays here; compiled kernels are everyone's."""
     folder = tmp_path_factory.mktemp("cache")
+    KERNELS.mkdir(parents=True, exist_ok=True)
+    (folder / "kernels").symlink_to(KERNELS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DRAFTGATE_CACHE", str(folder))
         yield folder

@@ -100,15 +100,16 @@ def test_exp3_weighs_an_arm_by_the_odds_that_it_was_seen() -> None:
     for k, drafted in ((1, 1), (2, 2), (3, 4), (4, 8), (0, 0)):
         for _ in range(4):
             bandit.update(vector(MENU), k, drafted, 0, 1, 1.0)
-    before, odds, step = bandit.gains.copy(), bandit.odds, bandit._step_size
+    before, odds, step = bandit.losses.copy(), bandit.odds, bandit._step_size
     center, deviation = bandit._moments_now()
     rate = bandit.rate
     bandit.update(vector(MENU), 3, 4, 3, 4, 1.6)
     seen = {0: (1, 1.0, 1.0), 1: (2, 1.0, odds[1:].sum()), 2: (3, 1.0, odds[2:].sum()), 3: (4, 1.6, odds[3:].sum())}
     for arm, (tokens, time, chance) in seen.items():
         gain = np.clip((tokens - rate * time - center) / (3.0 * deviation), -1.0, 1.0)
-        assert bandit.gains[arm] - before[arm] == pytest.approx(gain / (chance + step / 2), rel=1e-9)
-    assert bandit.gains[4] == before[4]
+        expected = (1.0 - gain) / 2.0 / (chance + step / 2)
+        assert bandit.losses[arm] - before[arm] == pytest.approx(expected, rel=1e-9)
+    assert bandit.losses[4] == before[4]
 
 
 def test_exp3_takes_no_fresh_entry_and_learns_nothing_from_first_steps() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,20 @@ def test_a_comma_in_a_drafters_name(target_folder: Path) -> None:
         assert str(caught.value) == f"drafter {name!r} has a comma in its name, which ends a menu entry; rename it"
 
 
+def test_an_object_that_is_no_drafter_is_refused_at_once(target_folder: Path) -> None:
+    nameless, empty, numbered = (FunctionDrafter(lambda *_: EMPTY_DRAFT, name) for name in ("a", "", 7))  # type: ignore[arg-type]
+    del nameless.name
+    for drafter, kind in (
+        *((one, "FunctionDrafter") for one in (nameless, empty, numbered)),
+        (SimpleNamespace(name="a"), "SimpleNamespace"),
+        (SimpleNamespace(name="a", begin=None), "SimpleNamespace"),
+        (5, "int"),
+    ):
+        with pytest.raises(DrafterError) as caught:
+            make(target=str(target_folder), drafter=drafter, controller="plain")
+        assert str(caught.value) == f"{kind} is no drafter; give a name, or define name (some text) and begin"
+
+
 # -- the guard ----------------------------------------------------------------------------------------------------
 
 
@@ -151,20 +166,35 @@ def test_a_digest_follows_the_files_and_not_the_name(target_folder: Path, tmp_pa
         for name, data in (files | changed).items():
             if data is not None:
                 (folder / name).write_bytes(data)
-        return model_digest("any", str(folder))
+        return model_digest(str(folder))
 
     weights = files["model.safetensors"]
     assert digest() == first
-    assert digest(**{"README.md": b"hello", "tokenizer.json": b""}) == first
+    assert digest(**{"README.md": b"hello"}) == first
+    tuned = bytearray(weights)
+    tuned[len(tuned) // 2] ^= 1
     told = {
         first,
         digest(**{"config.json": files["config.json"] + b" "}),
         digest(**{"model.safetensors": weights[:-1]}),
         digest(**{"model.safetensors": None, "pytorch_model.bin": weights}),
         digest(**{"model-2.safetensors": weights}),
+        digest(**{"model.safetensors": bytes(tuned)}),
+        digest(**{"tokenizer.json": files["tokenizer.json"] + b" "}),
+        digest(**{"chat_template.jinja": b"another"}),
     }
-    assert len(told) == 5
+    assert len(told) == 8
 
 
-def test_a_hub_ids_digest_is_its_names() -> None:
-    assert model_digest("a/b", "a/b") == model_digest("a/b", "elsewhere") != model_digest("a/c", "a/c")
+def test_a_large_file_is_looked_at_in_many_places(tmp_path: Path) -> None:
+    megabytes = bytearray(8 << 20)
+    (tmp_path / "model.safetensors").write_bytes(megabytes)
+    before = model_digest(str(tmp_path))
+    megabytes[5 << 20 : 6 << 20] = b"\x01" * (1 << 20)
+    (tmp_path / "model.safetensors").write_bytes(megabytes)
+    assert model_digest(str(tmp_path)) != before
+
+
+def test_a_hub_ids_digest_is_that_of_what_was_fetched(target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.models.cached_file", lambda name, file: str(target_folder / file))
+    assert model_digest("somebody/model") == model_digest(str(target_folder))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -92,16 +93,17 @@ def test_unknown_model() -> None:
 
 
 def test_cache_budgets_out_of_range() -> None:
-    for size in (-1, MOST_CACHE_BYTES + 1, 10**30):
+    for size in (-1, MOST_CACHE_BYTES + 1, 10**30, 256e6, "256", None):
         message = raised(
             SettingError, lambda size=size: SpeculativeDecoder.from_pretrained("any", prefix_cache_bytes=size)
         )
-        assert message == f"prefix_cache_bytes is {size}; give 0 (no cache) to {MOST_CACHE_BYTES}, all memory here"
+        mend = f"give a whole number from 0 (no cache) to {MOST_CACHE_BYTES}, all memory here"
+        assert message == f"prefix_cache_bytes is {size!r}; {mend}"
 
 
 def test_cache_budgets_of_every_size_decode_the_same(target_folder: Path) -> None:
     told = set()
-    for size in (0, 1, 20_000, 1 << 24):
+    for size in (0, 1, 20_000, np.int64(1 << 24)):
         decoder = SpeculativeDecoder.from_pretrained(str(target_folder), prefix_cache_bytes=size)
         told |= {tuple(decoder.generate(PROMPT, 8).tokens) for _ in range(2)}
     assert len(told) == 1
@@ -240,7 +242,18 @@ SEED = "give 0 or a positive whole number, or none"
         ({"max_new_tokens": 2.5}, f"max_new_tokens is 2.5; {NEW}"),
         ({"stop": ""}, "a stop string is empty; give at least one character"),
         ({"stop": ["x", ""]}, "a stop string is empty; give at least one character"),
-        ({"stop": [3]}, "stop is (3,); give a string or several"),
+        ({"stop": [3]}, "stop is [3]; give a string or several"),
+        ({"stop": 3}, "stop is 3; give a string or several"),
+        ({"stop": False}, "stop is False; give a string or several"),
+        ({"temperature": None}, f"temperature is None; {TEMPERATURE}"),
+        ({"temperature": "0.7"}, f"temperature is '0.7'; {TEMPERATURE}"),
+        ({"temperature": 10**400}, f"temperature is {10**400}; {TEMPERATURE}"),
+        ({"top_p": "1"}, f"top_p is '1'; {TOP_P}"),
+        ({"top_k": "5"}, f"top_k is '5'; {TOP_K}"),
+        ({"top_k": None}, f"top_k is None; {TOP_K}"),
+        ({"seed": "5"}, f"seed is '5'; {SEED}"),
+        ({"max_new_tokens": None}, f"max_new_tokens is None; {NEW}"),
+        ({"max_new_tokens": "64"}, f"max_new_tokens is '64'; {NEW}"),
     ],
 )
 def test_settings_out_of_range(decoder: SpeculativeDecoder, settings: dict[str, Any], message: str) -> None:
@@ -266,6 +279,18 @@ def test_settings_at_the_edge_decode(decoder: SpeculativeDecoder, settings: dict
     assert (len(generation.tokens), generation.finish_reason) == (12, "length")
     if settings.get("temperature", 1.0) < 1e-200 or settings.get("top_p", 1.0) < 1e-200:
         assert generation.tokens == decoder.generate(PROMPT * 25, ignore_eos=True).tokens
+
+
+def test_numbers_of_other_libraries_and_no_stops_are_settings(decoder: SpeculativeDecoder) -> None:
+    given = {"max_new_tokens": 7, "temperature": 0.5, "top_p": 0.75, "top_k": 9, "seed": 3}
+    kinds: list[Any] = [np.int64, np.float32, np.float16, np.uint8, torch.tensor]
+    theirs = {name: kind(value) for kind, (name, value) in zip(kinds, given.items(), strict=True)}
+    ours = decoder.request(PROMPT, **given)  # type: ignore[arg-type]
+    assert decoder.request(PROMPT, **theirs, stop=None) == ours
+    assert [type(value) for value in asdict(ours.sampling).values()] == [float, float, int, int]
+    assert decoder.generate(PROMPT, **theirs).tokens == decoder.generate(PROMPT, **given).tokens  # type: ignore[arg-type]
+    stops = [decoder.request(PROMPT, stop=stop).stop for stop in (None, (), [], "a", ["a", "b"])]
+    assert stops == [(), (), (), ("a",), ("a", "b")]
 
 
 # -- menu, drafters, controllers ----------------------------------------------------------------------------------
@@ -343,7 +368,7 @@ def test_a_model_of_nan(tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"][7] = float("nan")
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    decoder = SpeculativeDecoder.from_pretrained(str(folder))
+    decoder = SpeculativeDecoder.from_pretrained(str(folder), controller="plain")
     message = raised(NumericalError, lambda: decoder.generate(PROMPT, 4))
     assert message.startswith("the target's logits are not finite; ")
 

@@ -157,7 +157,8 @@ MENU = "fresh/0,reuse/0,reuse/ngram/1,reuse/ngram/2,reuse/ngram/3,reuse/ngram/4,
         ),
         (
             ["x", "--prefix-cache-mib", "-1"],
-            f"prefix_cache_bytes is {-1 << 20}; give 0 (no cache) to {MOST_CACHE_BYTES}, all memory here",
+            f"prefix_cache_bytes is {-1 << 20}; give a whole number from 0 (no cache) to {MOST_CACHE_BYTES}, "
+            "all memory here",
         ),
         (["x", "--device", "cuda"], "device cuda was asked for, and torch sees no GPU here; use cpu"),
         (["x", "--device", "gpu"], "device 'gpu' is unknown; choose cpu or cuda"),

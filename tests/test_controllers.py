@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
+from typing import get_type_hints
 
 import pytest
+from test_policy import make_policy
 from tiny_models import FunctionDrafter, load_tiny, scripted_drafter, tiny_decoder
 
+from engine.__main__ import Options
 from engine.controllers import (
+    CONTROLLER_NAMES,
     BaseController,
     FixedController,
     HeuristicController,
     ThresholdController,
+    fixed_name,
     make_controller,
 )
+from engine.decoder import SpeculativeDecoder
 from engine.drafters.base import EMPTY_DRAFT
 from engine.errors import ControllerError, DraftgateError, MenuError
 from engine.menu import default_menu, parse_menu
@@ -51,6 +58,11 @@ def test_plain_is_reuse_0() -> None:
 
 
 def test_fixed_with_several_drafters() -> None:
+    names = ["plain", "fixed:4", "fixed:4:b", "fixed:6"]
+    told = [make_controller(name, TWO).name for name in names]
+    assert told == ["plain", "fixed:4:a", "fixed:4:b", "fixed:6:b"]
+    assert told == [fixed_name(TWO, TWO.find(*find)) for find in ((0, None), (4, "a"), (4, "b"), (6, "b"))]
+    assert fixed_name(MENU, MENU.find(4)) == make_controller("fixed:4:ngram", MENU).name == "fixed:4"
     assert chosen(make_controller("fixed:4", TWO), TWO) == "reuse/a/4"
     assert chosen(make_controller("fixed:4:b", TWO), TWO) == "reuse/b/4"
     assert chosen(make_controller("fixed:6", TWO), TWO) == "reuse/b/6"
@@ -149,7 +161,7 @@ def test_a_controller_that_does_not_ask_gets_no_observation() -> None:
     assert seen == [True, True, False, False]
 
 
-KNOWN = "plain, fresh, fixed:K, heuristic:START, threshold:T, cost-model"
+KNOWN = "plain, fresh, fixed:K, fixed:K:DRAFTER, heuristic:START, threshold:T, cost-model"
 
 
 @pytest.mark.parametrize(
@@ -182,6 +194,24 @@ def test_names_that_cannot_be_read(name: str, message: str) -> None:
     with pytest.raises(ControllerError) as caught:
         make_controller(name, MENU)
     assert str(caught.value) == message
+
+
+def test_the_folder_of_a_policy_is_no_name(tmp_path: Path) -> None:
+    folder = str(tmp_path / "default")
+    told = "the folder of a policy; give load_policy(...) of it, or --policy on a command line"
+    for made, what in ((False, f"unknown; known: {KNOWN}"), (True, told)):
+        if made:
+            make_policy().save(folder)
+        with pytest.raises(ControllerError) as caught:
+            make_controller(folder, MENU)
+        assert str(caught.value) == f"controller {folder!r} is {what}"
+
+
+def test_whoever_lists_the_names_lists_all() -> None:
+    line = get_type_hints(Options, include_extras=True)["controller"]
+    for text in (SpeculativeDecoder.from_pretrained.__doc__, str(line)):
+        assert [name for name in CONTROLLER_NAMES if name not in str(text)] == []
+    assert ", ".join(CONTROLLER_NAMES) == KNOWN
 
 
 @pytest.mark.parametrize(

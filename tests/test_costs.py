@@ -268,18 +268,19 @@ def made_of(monkeypatch: pytest.MonkeyPatch, parts: Any, **settings: Any) -> Cos
     monkeypatch.setattr(calibration, "time_passes", passes)
     monkeypatch.setattr(calibration, "time_reading", reading)
     monkeypatch.setattr(calibration, "time_draft", lambda *_: tuple(np.array([x]) for x in (0.3, 0.2, 0.1)))
-    monkeypatch.setattr(calibration, "time_bookkeeping", lambda parts: book)
+    monkeypatch.setattr(calibration, "time_bookkeeping", lambda parts, rounds: book)
+    monkeypatch.setattr(calibration, "READINGS", (16, 64, 256, 768))
     return calibrate(parts, **settings)
 
 
 def test_medians_and_intervals_of_every_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = make_parts(load_tiny("llama"), [NGramDrafter()], "reuse/0,reuse/2,reuse/10")
-    costs = made_of(monkeypatch, parts, contexts=(128, 64), machine="bench", engine="tiny")
+    costs = made_of(monkeypatch, parts, contexts=(128, 64), engine="tiny")
     assert costs.contexts == (64, 128)
     options = (0, *range(1, 9), 10)  # all up to 8, since a drafter may propose fewer than it is asked for
     assert costs.verify == {k: (64.0 * (k + 1), 128.0 * (k + 1)) for k in options}
     assert costs.spread == pytest.approx(0.075)  # the quartiles of 0.9, 0.9, 1, 1, 1.1, 1.1 are 0.925 and 1.075
-    assert (costs.machine, costs.engine) == ("bench", "tiny")
+    assert (costs.machine, costs.engine) == (machine_fingerprint(), "tiny")
     figures = (costs.draft, costs.draft_call, costs.draft_read)
     assert figures == ({"ngram": 0.3}, {"ngram": 0.2}, {"ngram": 0.1})
     book = [getattr(costs, name) for name in ("overhead", "commit", "observe", "setup", "setup_token", "restore")]
@@ -432,9 +433,9 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str,
     """Counts measurements instead of making them; each gives another prefill time."""
     calls: list[tuple[str, ...]] = []
 
-    def fake(parts: Any, machine: str = "", engine: str = "") -> CostTable:
+    def fake(parts: Any, contexts: Any, rounds: int, device: str, engine: str) -> CostTable:
         calls.append(tuple(parts.drafters))
-        return replace(TABLE, prefill=float(len(calls)), machine=machine, engine=engine)
+        return replace(TABLE, prefill=float(len(calls)), machine=machine_fingerprint(device), engine=engine)
 
     monkeypatch.setenv("DRAFTGATE_CACHE", str(tmp_path))
     monkeypatch.setattr(calibration, "calibrate", fake)

@@ -53,9 +53,12 @@ def policy(cache_folder: Path, target_folder: Path, workload: Path, tmp_path_fac
             steps=20,
             max_new_tokens=8,
             check_requests=0,
+            export="learned",
             out=out,
         )
     )
+    # The cut hangs on measured costs: without one the arms are the same wherever this runs.
+    replace(load_policy(out), min_confidence=0.0).save(out)
     return out
 
 
@@ -203,6 +206,39 @@ def test_several_policies_are_judged_in_one_run(run: Run, policy: Path, tmp_path
     assert f"{menu} was made for menu {reordered}, {policy} for {ours.menu}; judge them one by one" in stderr
 
 
+@pytest.mark.parametrize(("what", "other"), [("target", "./elsewhere"), ("precision", "int8")])
+def test_policies_of_two_engines_are_not_judged_on_one_unasked(
+    run: Run, policy: Path, target_folder: Path, tmp_path: Path, what: str, other: str
+) -> None:
+    ours = load_policy(policy)
+    replace(ours, name="mine", **{what: other}).save(tmp_path / "mine")
+    code, stdout, stderr = run("--policy", tmp_path / "mine")
+    assert (code, stdout) == (2, "")
+    told = f"{tmp_path / 'mine'} was made for {what} {other}, {policy} for {getattr(ours, what)}"
+    assert f"{told}; judge them one by one, or give --{what} for all" in stderr
+    code, stdout, stderr = run("--policy", tmp_path / "mine", f"--{what}", getattr(ours, what), "--requests", 1)
+    assert code == 0, stderr
+    assert [arm["arm"] for arm in strict(stdout.splitlines()[-1])["arms"]] == [*ARMS, "policy mine"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--controllers", "heuristics"], ["--controllers", "fixed:3"], ["--max-new-tokens", "0"]]
+)
+def test_what_was_asked_for_is_checked_before_the_model_loads(
+    run: Run, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    monkeypatch.setattr(evaluate, "load_decoder", lambda *_: pytest.fail("the model is loaded"))
+    assert run(*arguments)[0] == 2
+
+
+def test_a_policy_s_cut_is_judged_as_a_rule_of_its_own(run: Run, policy: Path, tmp_path: Path) -> None:
+    replace(load_policy(policy), name="cut", min_confidence=0.35).save(tmp_path)
+    code, stdout, stderr = run("--policy", tmp_path, "--requests", 1)
+    assert code == 0, stderr
+    document = strict(stdout.splitlines()[-1])
+    assert [arm["arm"] for arm in document["arms"]] == [*ARMS[:3], "threshold:0.35", "policy ucb", "policy cut"]
+
+
 def test_several_files_are_one_workload(run: Run, tmp_path: Path) -> None:
     other = tmp_path / "other.jsonl"
     row = {"id": "z", "kind": "code", "turns": ["in the other thing"], "split": "test"}
@@ -213,11 +249,17 @@ def test_several_files_are_one_workload(run: Run, tmp_path: Path) -> None:
     assert (document["requests"], document["workload"]) == (4, "small+other/test")
 
 
-def test_every_fixed_length_of_every_drafter_is_an_arm() -> None:
-    one = parse_menu("fresh/0,fresh/3,reuse/0,reuse/2,reuse/8", ["ngram"])
-    assert evaluate.fixed_arms(one) == ["fixed:2", "fixed:8"]
-    two = parse_menu("reuse/0,reuse/ngram/2,reuse/model:x/2", ["ngram", "model:x"])
-    assert evaluate.fixed_arms(two) == ["fixed:2:ngram", "fixed:2:model:x"]
+def test_every_fixed_length_of_every_drafter_and_every_cut_is_an_arm(policy: Path) -> None:
+    ours, others = load_policy(policy), parse_menu("fresh/0,reuse/0,fresh/a/3,reuse/a/3,reuse/b/3", ["a", "b"])
+    assert list(evaluate.make_arms({policy: replace(ours, menu=others)}, [])) == [
+        *("plain", "fixed:3:a", "fixed:3:b", "policy ucb")
+    ]
+    cut = replace(ours, name="cut", min_confidence=0.5)
+    policies = {Path("one"): ours, Path("two"): cut, Path("three"): replace(cut, name="same")}
+    arms = evaluate.make_arms(policies, ["fresh", "fixed:4"])
+    assert list(arms) == [*ARMS[:3], "fresh", "threshold:0.5", "policy ucb", "policy cut", "policy same"]
+    assert (arms["threshold:0.5"], arms["policy cut"]) == ("threshold:0.5", cut)
+    assert list(evaluate.make_arms({Path("two"): cut}, ["threshold:.50"]))[3:] == ["threshold:.50", "policy cut"]
 
 
 def test_a_misspelt_option_ends_with_code_2(
@@ -240,9 +282,11 @@ def test_a_misspelt_option_ends_with_code_2(
         (["--target", "./nowhere"], "no such model file or folder"),
         (["--controllers", "heuristics"], "did you mean heuristic?"),
         (["--controllers", "fixed:3"], "draft length 3 is not in the menu"),
+        (["--controllers", "threshold:2"], "the confidence threshold is 2.0; give a number from 0 to 1"),
+        (["--max-new-tokens", "0"], "max-new-tokens is 0; give 1 or more"),
         (["--requests", "-1"], "requests is -1"),
         (["--seed", "-1"], "a seed from 0"),
-        (["--prefix-cache-mib", "-1"], "give 0 (no cache)"),
+        (["--prefix-cache-mib", "-1"], "0 (no cache)"),
         (["--precision", "fp64"], "precision 'fp64' is unknown"),
     ],
 )

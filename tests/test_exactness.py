@@ -328,14 +328,14 @@ def test_sampling_is_left_alone() -> None:
 def test_a_larger_change_raises_the_bound_for_all_requests_that_follow() -> None:
     rounding = Rounding(NOISE / 50)
     ours, _ = at_random(rounding, 2)
-    assert 0 < rounding.raised <= sum(one.counters.num_guarded_rows for one in ours)
+    assert sum(one.counters.num_guarded_rows for one in ours) > 0
     assert NOISE / 50 < rounding.largest <= NOISE
     assert rounding.bound == SAFETY * rounding.largest
-    raised, largest = rounding.raised, rounding.largest
+    largest = rounding.largest
     rounding.learn(torch.zeros(3), torch.zeros(3))
-    assert (rounding.raised, rounding.largest) == (raised, largest)
+    assert rounding.largest == largest
     rounding.learn(torch.tensor([1.0, 2.0, 9.0]), torch.tensor([1.5, 1.75, 9.0]))
-    assert (rounding.raised, rounding.largest) == (raised + 1, 0.75)
+    assert rounding.largest == 0.75
 
 
 def test_a_change_is_that_of_distances_among_the_highest_logits() -> None:
@@ -369,7 +369,6 @@ def test_the_measurement_meets_every_number_of_rows_and_both_forms_of_prefill() 
     assert rest[second + 1 : second + 5] == [5, 4, 3, 2]
     # 50 rows of noise that moves distances by up to NOISE
     assert NOISE / 2 < rounding.largest <= NOISE
-    assert rounding.raised == 0
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 20, 79])

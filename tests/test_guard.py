@@ -10,7 +10,7 @@ import pytest
 from tiny_models import load_tiny, scripted_drafter, tiny_decoder
 
 from engine.controllers import BaseController, FixedController
-from engine.costs import CostTable
+from engine.costs import QUARTILE, CostTable
 from engine.drafters.base import Signal
 from engine.guard import FIRST_PAUSE, LONGEST_PAUSE, PROBE, REFERENCE_EVERY, WINDOW, Guard
 from engine.menu import parse_menu
@@ -90,8 +90,9 @@ def record(action: int, tokens: int, seconds: float, first: bool = False, contex
     )
 
 
-def guarded(spread: float = 0.0) -> Guard:
-    return Guard(FixedController(MENU, 4), MENU, costs(spread))
+def guarded(deviation: float = 0.0) -> Guard:
+    """A guard on a machine whose steps' times have this relative deviation."""
+    return Guard(FixedController(MENU, 4), MENU, costs(deviation * QUARTILE))
 
 
 # -- a controller that is slower ----------------------------------------------------------------------------------
@@ -114,15 +115,15 @@ def test_a_difference_within_the_tolerance_is_left_alone() -> None:
 
 def test_noise_of_the_machine_widens_the_tolerance() -> None:
     trips = []
-    for spread in (0.0, 0.5):  # 2 * 0.5 / sqrt(24) more is allowed
-        guard = guarded(spread)
+    for deviation in (0.0, 0.5):  # 2 * 0.5 / sqrt(24) more is allowed
+        guard = guarded(deviation)
         Machine(lambda step: 2.4).run(guard, WINDOW)
         trips.append(guard.trips)
     assert trips == [1, 0]
 
 
 def test_a_small_loss_shows_in_all_that_is_remembered() -> None:
-    """5 % slower at a spread of 0.1: 24 steps allow 3 % + 0.2 / sqrt(24) = 7.1 %; 5 % takes more than 100 steps."""
+    """5 % slower at a deviation of 0.1: 24 steps allow 3 % + 0.2 / sqrt(24) = 7.1 %; 5 % takes more than 100 steps."""
     guard = guarded(0.1)
     machine = Machine(lambda step: 2.1).run(guard, 200)
     assert guard.trips == 1

@@ -203,7 +203,7 @@ def test_sound_drafters(kind: str) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kind", BROKEN)
 def test_broken_drafters_are_warned_of_once_and_cost_nothing(kind: str, temperature: float) -> None:
-    with pytest.warns(RuntimeWarning, match="drafter scripted failed .*; its steps run plain") as warned:
+    with pytest.warns(RuntimeWarning, match="drafter scripted failed in propose .*; such a step runs plain") as warned:
         generation, decoder = _decode(BROKEN[kind], temperature=temperature, seed=5)
     assert len(warned) == 1
     plain = decoder.with_controller("plain").generate(PROMPT, 31, ignore_eos=True, temperature=temperature, seed=5)
@@ -214,8 +214,15 @@ def test_broken_drafters_are_warned_of_once_and_cost_nothing(kind: str, temperat
     assert generation.counters.num_drafts == 0
 
 
-@pytest.mark.parametrize("method", ["begin", "signal", "close"])
-def test_a_drafter_that_fails_elsewhere(method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "then"),
+    [
+        ("begin", "this request goes on without it"),
+        ("signal", "it counts as knowing nothing"),
+        ("close", "it may forget this request"),
+    ],
+)
+def test_a_drafter_that_fails_elsewhere(method: str, then: str) -> None:
     def fail(*args: object) -> None:
         raise KeyError("no such state")
 
@@ -226,8 +233,10 @@ def test_a_drafter_that_fails_elsewhere(method: str) -> None:
         needs_observation = True
 
     decoder = tiny_decoder(load_tiny("llama"), [drafter], Watching(3))
-    with pytest.warns(RuntimeWarning, match="drafter scripted failed"):
+    with pytest.warns(RuntimeWarning) as warned:
         generation = decoder.generate(PROMPT, 24, ignore_eos=True)
+    told = f"drafter scripted failed in {method} (KeyError: 'no such state'); {then}"
+    assert [str(warning.message) for warning in warned] == [told]
     assert generation.tokens == truth("llama")[:24]
     assert (generation.counters.num_drafts > 0) == (method != "begin")
 
@@ -472,7 +481,8 @@ def test_a_look_at_the_result_changes_nothing() -> None:
 
 def test_observing_changes_nothing_and_tells_the_truth() -> None:
     target = load_tiny("llama")
-    decoder = tiny_decoder(target, [NGramDrafter()], menu="reuse/0,reuse/4")
+    drafter = NGramDrafter(name="model:that is none")  # beside models the target's certainty is shown
+    decoder = tiny_decoder(target, [drafter], menu="reuse/0,reuse/4")
     session = decoder.session(PROMPT, 20, ignore_eos=True)
     assert session.observe() == session.observe()
     assert session.observe().prefill_pending

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import random_tokens, save_tiny, scripted_drafter, tiny_decoder, tiny_model
+from tiny_models import random_tokens, save_tiny, scripted_drafter, tiny_decoder, tiny_lean, tiny_model
 
 from engine import SpeculativeDecoder, load_model
 from engine.errors import DeviceError
@@ -123,9 +123,7 @@ def test_attention_is_softmax_of_scaled_products(length: int, dim: int) -> None:
 
 def lean(name: str, **settings: Any) -> tuple[LeanRunner, Any]:
     """A lean runner, and transformers' model with the weights that int8 keeps."""
-    model = tiny_model(name, **settings)
-    state = {key: value.detach().clone().numpy() for key, value in model.state_dict().items()}
-    runner = LeanRunner(model.config, lambda key: state[key], model.model.rotary_emb, "int8")
+    runner, model = tiny_lean(name, "int8", **settings)
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, torch.nn.Linear):

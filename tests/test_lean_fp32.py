@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tiny_models import random_tokens, save_tiny, scripted_drafter, tiny_decoder, tiny_model
+from tiny_models import random_tokens, save_tiny, scripted_drafter, tiny_decoder, tiny_lean, tiny_model
 
 from engine import load_model
 from engine.errors import ModelFileError
@@ -48,11 +51,7 @@ def test_packing_keeps_every_channel(inputs: int, channels: int) -> None:
 
 
 def lean(name: str, **settings: Any) -> tuple[LeanRunner, Any]:
-    model = tiny_model(name, **settings)
-    if settings.get("tie_word_embeddings"):
-        model.tie_weights()
-    state = {key: value.detach().clone().numpy() for key, value in model.state_dict().items()}
-    return LeanRunner(model.config, lambda key: state[key], model.model.rotary_emb, "fp32"), model
+    return tiny_lean(name, "fp32", **settings)
 
 
 VARIANTS: list[dict[str, Any]] = [
@@ -177,3 +176,12 @@ def test_the_bundled_model_is_that_of_transformers() -> None:
     assert torch.equal(ours.forward(tokens[31:], buffer, 9), got[31:])
     buffer.truncate(39)
     assert torch.equal(ours.forward(tokens[39:], buffer, 1), got[39:])
+
+
+def test_the_kernels_take_as_many_threads_as_openmp_is_given() -> None:
+    """numba would take one a processor, and two processes on two processors would wait for each other."""
+    code = "import engine.lean_models, numba, torch; print(numba.get_num_threads(), torch.get_num_threads())"
+    environment = {key: value for key, value in os.environ.items() if key != "NUMBA_NUM_THREADS"}
+    environment |= {"OMP_NUM_THREADS": "1"}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["1", "1"]

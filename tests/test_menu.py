@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -139,3 +140,26 @@ def test_allowed_takes_the_twin_of_a_masked_entry() -> None:
         with pytest.raises(MenuError) as caught:
             menu.allowed(index, menu.mask(True))
         assert str(caught.value) == f"action {index} is outside the menu of 5 entries: {menu}"
+
+
+class Indexed:
+    def __index__(self) -> int:
+        return 2
+
+
+def test_allowed_takes_whatever_is_an_index() -> None:
+    menu = parse_menu("fresh/0,reuse/0,reuse/n/2", ("n",))
+    for index in (np.int64(2), np.array(2), Indexed()):
+        action = menu.allowed(index, menu.mask(False))
+        assert (action, type(action)) == (2, int)
+
+
+@pytest.mark.parametrize(
+    ("index", "told"),
+    [(None, "None"), ("2", "'2'"), (2.0, "2.0"), ([2], "[2]"), ("x" * 99, "'" + "x" * 39)],
+)
+def test_what_is_no_index_is_told(index: object, told: str) -> None:
+    menu = parse_menu("fresh/0,reuse/0,reuse/n/2", ("n",))
+    with pytest.raises(MenuError) as caught:
+        menu.allowed(index, menu.mask(True))  # type: ignore[arg-type]
+    assert str(caught.value) == f"action {told} is no index; choose must return that of a menu entry"

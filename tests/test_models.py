@@ -141,7 +141,10 @@ def test_a_damaged_config(folder: Path, data: bytes) -> None:
 def test_a_config_of_other_sizes(folder: Path) -> None:
     document = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(document | {"hidden_size": 64}))
-    unreadable(folder)
+    with pytest.raises(ModelFileError) as caught:
+        load_model(str(folder))
+    told = "model.norm.weight is (32,) and not (64,), as config.json says; fetch the model again"
+    assert str(caught.value) == told
 
 
 def test_a_folder_without_config(folder: Path) -> None:
@@ -164,7 +167,9 @@ def test_a_damaged_tokenizer(folder: Path) -> None:
 
 def test_a_folder_without_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
-    assert "model.safetensors" in unreadable(folder)
+    with pytest.raises(ModelFileError) as caught:
+        load_model(str(folder))
+    assert str(caught.value) == f"{folder} holds no model.safetensors; save the model with save_pretrained"
 
 
 @pytest.mark.parametrize("end", [0, 5, 100, -1000])

@@ -24,7 +24,7 @@ BEFORE = Observation(True, 15, 5, 15, 0, 7, 3, 2, 0.25, 0.75, 0.5, 1.5, {"a": Si
 
 def test_names_and_their_order_are_the_format() -> None:
     """A change here is a new SCHEMA_VERSION: exported policies depend on it."""
-    assert SCHEMA_VERSION == 2
+    assert SCHEMA_VERSION == 3
     assert ObservationSchema(MENU).names == (
         "prefill_pending",
         "prompt_left",
@@ -103,10 +103,12 @@ def test_every_vector_lies_within_the_bounds(counts: list[int], shares: list[flo
     assert (vector <= schema.high).all()
 
 
-def test_live_observation_tells_what_happened() -> None:
+@pytest.mark.parametrize("name", ["scripted", "model:scripted"])
+def test_live_observation_tells_what_happened(name: str) -> None:
     loaded, prompt = load_tiny("llama"), list(range(40, 60))
     text = prompt + tiny_decoder(loaded).generate(prompt, 20, ignore_eos=True).tokens
     drafter = scripted_drafter(text, right=lambda k: min(k, 3))
+    drafter.name = name
     decoder = tiny_decoder(loaded, [drafter])
     session = decoder.session(prompt, 20, ignore_eos=True)
     first = session.observe()
@@ -126,8 +128,8 @@ def test_live_observation_tells_what_happened() -> None:
         # The newest token came from the row that read everything before it.
         logits = model(input_ids=torch.tensor([session.tokens[:-1]])).logits[0, -1].double()
     probs = logits.softmax(-1)
-    assert second.target_top_probability == pytest.approx(float(probs.max()), rel=1e-3)
-    assert second.target_entropy == pytest.approx(float(-(probs * probs.log()).sum()), rel=1e-3)
+    told = (float(probs.max()), float(-(probs * probs.log()).sum())) if name.startswith("model:") else (0.0, 0.0)
+    assert (second.target_top_probability, second.target_entropy) == pytest.approx(told, rel=1e-3)
     assert session.observe() == second
     session.step(decoder.parts.menu.plain)
     third = session.observe()

@@ -65,21 +65,7 @@ def test_the_optimum_is_the_least_of_all_runs(seed: int) -> None:
     if len(traces):
         best = optimum(step_table(traces, SMALL, costs, observed=False))
         expected = [least(traces, index, SMALL, costs) for index in range(len(traces))]
-        np.testing.assert_allclose(best.seconds, expected, rtol=1e-9)
-
-
-@settings(deadline=None, max_examples=10)
-@given(st.integers(0, 10**6), st.booleans())
-def test_its_actions_take_its_time(seed: int, observed: bool) -> None:
-    traces, costs = made_up_traces(seed), costs_of(seed)
-    best = optimum(step_table(traces, MENU, costs, observed))
-    for index, steps in enumerate(best.actions):
-        session = ReplaySession(traces, index, MENU, costs)
-        for position, action in steps:
-            assert session.observe().generated == position
-            session.step(action, observed=observed)
-        assert session.finished
-        assert sum(step.seconds for step in session.steps) == pytest.approx(best.seconds[index], rel=1e-9)
+        np.testing.assert_allclose(best, expected, rtol=1e-9)
 
 
 class Drawn(BaseController):
@@ -116,7 +102,7 @@ def test_over_every_length_it_bounds_what_is_cut(seed: int) -> None:
     costs = replace(costs, draft_read={name: min(read, costs.draft[name]) for name, read in costs.draft_read.items()})
     traces, menu = short_traces(seed, longest=2, count=25), parse_menu("reuse/0,reuse/a/6,reuse/b/6", ("a", "b"))
     if len(traces):
-        limit = optimum(step_table(traces, with_every_length(menu), costs, observed=False)).seconds
+        limit = optimum(step_table(traces, with_every_length(menu), costs, observed=False))
         assert all(limit[i] <= least_cut(traces, i, menu, costs) * (1 + 1e-9) for i in range(len(traces)))
 
 
@@ -125,7 +111,7 @@ def test_a_cut_may_beat_the_oracle_over_the_menu_alone() -> None:
     traces, costs = made_up_traces(1, 40), costs_of(1)
     menu = parse_menu("fresh/0,reuse/0,reuse/a/8", ("a",))
     alone, all_lengths = (
-        optimum(step_table(traces, each, costs, observed=False)).seconds for each in (menu, with_every_length(menu))
+        optimum(step_table(traces, each, costs, observed=False)) for each in (menu, with_every_length(menu))
     )
     assert (all_lengths <= alone * (1 + 1e-12)).all()
     best = np.full(len(traces), np.inf)
@@ -145,7 +131,7 @@ def test_every_length_keeps_the_menu_and_adds_what_is_shorter() -> None:
 @given(st.integers(0, 10**6))
 def test_no_controller_beats_it(seed: int) -> None:
     traces, costs = made_up_traces(seed), costs_of(seed)
-    limit = optimum(step_table(traces, with_every_length(MENU), costs, observed=False)).seconds * (1 - 1e-9)
+    limit = optimum(step_table(traces, with_every_length(MENU), costs, observed=False)) * (1 - 1e-9)
     controllers = [
         *(make_controller(name, MENU) for name in ("plain", "fixed:4:a", "fixed:8:b", "heuristic", "threshold:0.6")),
         make_controller("cost-model", MENU, lambda: costs),
@@ -170,9 +156,7 @@ def test_the_table_holds_what_a_rollout_meets(seed: int, cut: float) -> None:
             action = int(rng.choice(np.flatnonzero(session.mask())))
             record = session.step(action, cut)
             cell = (index, at, action)
-            assert (table.tokens[cell], table.drafted[cell]) == (len(record.tokens), record.drafted)
-            if len(record.tokens) == record.accepted + 1:
-                assert table.accepted[cell] == record.accepted
+            assert table.tokens[cell] == len(record.tokens)
             lagging = int(table.lags[cell])
             paid, owed[lagging if lagging >= 0 else 0] = (owed[lagging], 0.0) if lagging >= 0 else (0.0, owed[0])
             assert table.seconds[cell] + paid == pytest.approx(record.seconds, rel=1e-9)
@@ -220,8 +204,6 @@ def test_reading_debts_are_worth_paying_only_while_drafts_follow() -> None:
     costs = costs_of(11)
     dear = CostTable(**{**vars(costs), "draft_read": {"a": 0.0, "b": 10.0}})
     menu = parse_menu("reuse/0,reuse/b/1,reuse/b/8", ("b",))
-    paths = optimum(step_table(traces, menu, dear)).actions
-    drafting = [path for path in paths if any(action for _, action in path)]
-    debts = step_table(traces, menu, dear).first_debt[:, 0]
-    assert all(debts[paths.index(path)] < 10.0 * 400 for path in drafting)
-    assert len(drafting) < len(paths) / 4
+    best, plain = (optimum(step_table(traces, each, dear)) for each in (menu, parse_menu("reuse/0", ())))
+    assert (best <= plain).all()
+    assert 0 < (best < plain).sum() < len(traces) / 4

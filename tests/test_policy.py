@@ -374,8 +374,8 @@ def test_another_schema_names_what_differs(saved: Path) -> None:
     assert refused(saved) == f"the policy in {saved} {what} (features moon_phase differ); train it again"
     rewrite(saved, lambda d: d["schema"]["names"].pop())
     rewrite(saved, lambda d: d["schema"].update(version=7))
-    assert refused(saved) == f"the policy in {saved} {what} (version 7, here 2); train it again"
-    rewrite(saved, lambda d: d["schema"].update(version=2, names=d["schema"]["names"][::-1]))
+    assert refused(saved) == f"the policy in {saved} {what} (version 7, here 3); train it again"
+    rewrite(saved, lambda d: d["schema"].update(version=3, names=d["schema"]["names"][::-1]))
     assert what in refused(saved)
 
 

@@ -38,7 +38,7 @@ def test_a_sequence_is_found_again_in_the_slots_it_was_given() -> None:
     match = tree.match([5, 6, 7, 8])
     assert (insertion.start, match.length) == (0, 3)
     assert match.slots == insertion.slots
-    assert (tree.stored_size, tree.free_size, tree.evictable_size, tree.protected_size) == (3, 5, 3, 0)
+    assert (tree.stored_size, tree.free_size, tree.protected_size) == (3, 5, 0)
 
 
 def test_a_match_may_end_inside_a_node_and_splits_nothing() -> None:
@@ -166,9 +166,9 @@ def test_locks_reach_up_to_the_root_and_add_up() -> None:
     tree.insert([1, 2, 3, 4, 5])
     tree.insert([1, 2, 3, 6])
     once, twice = locked(tree, [1, 2, 3, 4, 5]), locked(tree, [1, 2, 3])
-    assert (tree.protected_size, tree.evictable_size) == (5, 1)
+    assert (tree.protected_size, tree.stored_size) == (5, 6)
     tree.unlock(once)
-    assert (tree.protected_size, tree.evictable_size) == (3, 3)
+    assert (tree.protected_size, tree.stored_size) == (3, 6)
     assert tree.clear() == 3
     assert tree.stored_size == 3
     tree.unlock(twice)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -538,6 +539,15 @@ def test_masked_entries_act_as_their_twins(saved: dict[str, Any]) -> None:
             assert env.session.steps[-1].action == 6
 
 
+def test_paths_are_taken_as_their_text_is(saved: dict[str, Any]) -> None:
+    env = ReplayEnv(Path(saved["traces"]), Path(saved["costs"]), saved["menu"])
+    assert env.costs == COSTS
+    assert [t.request for t in env.traces.traces] == [t.request for t in made_up_traces(4).traces]
+    env.reset(seed=0)
+    with pytest.raises(MenuError, match="action None is no index"):
+        env.step(None)  # type: ignore[arg-type]
+
+
 def test_what_was_not_recorded_or_priced_is_refused(saved: dict[str, Any], tmp_path: Path) -> None:
     traces = made_up_traces(4)
     with pytest.raises(MenuError, match="drafts up to 9 tokens, the traces hold 8; record longer drafts"):
@@ -546,10 +556,19 @@ def test_what_was_not_recorded_or_priced_is_refused(saved: dict[str, Any], tmp_p
         ReplaySession(traces, 0, default_menu(("c",)), COSTS)
     with pytest.raises(TraceError, match="costs do not cover the menu"):
         ReplayEnv(traces, COSTS, "reuse/0,reuse/a/5")
-    with pytest.raises(TraceError, match=r"the costs lack 'a', .* calibrate an engine of this menu"):
+    with pytest.raises(TraceError, match=r"the costs lack drafter 'a', .* calibrate an engine of this menu"):
         ReplayBatch(traces, replace(COSTS, draft={"b": 1.0}), MENU, 1).reset()
-    with pytest.raises(SettingError, match="latency is 'mean'; choose one of median, sampled"):
-        ReplayEnv(**saved, latency="mean")
+    with pytest.raises(TraceError, match=r"the costs lack draft length 8, .* calibrate an engine of this menu"):
+        ReplayBatch(traces, replace(COSTS, verify={k: COSTS.verify[k] for k in (0, 1, 4)}), MENU, 1).reset()
+    for wrong in ("mean", "Sampled", ""):
+        for make in (partial(ReplayEnv, **saved), partial(ReplayBatch, traces, COSTS, MENU, 1)):
+            with pytest.raises(SettingError, match=f"^latency is {wrong!r}; choose one of median, sampled$"):
+                make(latency=wrong)
+    with pytest.raises(SettingError, match=r"^costs hold no table; give one at least$"):
+        ReplayBatch(traces, [], MENU, 1)
+    for empty in (ReplayEnv, lambda *given: ReplayBatch(*given[:2], MENU, 1)):
+        with pytest.raises(TraceError, match=r"^the set holds no trace; record a workload that has requests$"):
+            empty(traces.subset([]), COSTS, str(MENU))
     for text in ("", "{", "[]", "{}"):
         (tmp_path / "broken.json").write_text(text)
         with pytest.raises(TraceError, match=r"broken.json holds no cost table .*; calibrate anew"):

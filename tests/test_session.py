@@ -49,6 +49,17 @@ def test_no_finish_reason_while_under_way() -> None:
         assert session.result().finish_reason == "length"
 
 
+def test_a_finished_request_holds_no_text_back() -> None:
+    decoder = tiny_decoder(load_tiny("llama"))
+    text = decoder.generate(PROMPT, 6, ignore_eos=True).text
+    pieces = []
+    with decoder.session(PROMPT, 6, ignore_eos=True, stop=text[-1] + "\x00") as session:
+        while not session.finished:
+            session.step(1)
+            pieces.append(session.take_text())
+    assert "".join(pieces) == text
+
+
 def test_a_session_closes_at_the_end_of_its_block_even_by_an_error() -> None:
     decoder = tiny_decoder(load_tiny("llama"))
     cache = decoder.parts.prefix_cache

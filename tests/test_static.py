@@ -33,7 +33,7 @@ from torch import Tensor
 from engine import static_kv, static_runner
 from engine.controllers import BaseController
 from engine.drafters.base import Draft
-from engine.errors import UnsupportedModelError
+from engine.errors import SettingError
 from engine.kv import KVBuffer
 from engine.models import LoadedModel
 from engine.prefix_cache import PrefixCache
@@ -76,8 +76,8 @@ class Untapeable:
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
 
-def make_runner(name: str, exact: str | None = None, rows: int = 16, tape: Any = None) -> StaticRunner:
-    runner = StaticRunner(load_tiny(name).runner.model, exact, rows)  # type: ignore[attr-defined]
+def make_runner(name: str, exact: str | None = None, tape: Any = None) -> StaticRunner:
+    runner = StaticRunner(load_tiny(name).runner.model, exact)  # type: ignore[attr-defined]
     runner.recorder = tape
     return runner
 
@@ -165,9 +165,6 @@ def test_as_many_logits_as_there_are_rows(num_logits: int) -> None:
     runner = make_runner("llama")
     with pytest.raises(ValueError, match=f"num_logits is {num_logits} for 2 rows"):
         runner.forward([1, 2], runner.new_buffer(), num_logits)
-    assert StaticRunner(runner.model, "bitwise", rows=17).rows == 32  # whole tiles
-    with pytest.raises(ValueError, match="rows is 0; give 1 or more"):
-        StaticRunner(runner.model, rows=0)
 
 
 @pytest.mark.parametrize("exact", [None, "bitwise"])
@@ -210,10 +207,9 @@ def test_a_row_has_the_same_bits_in_every_grouping(name: str) -> None:
     assert torch.equal(read(runner, runner.new_buffer(), groupings(len(TEXT), 1, most=40)), alone)
 
 
-@pytest.mark.parametrize("rows", [16, 32])
-def test_neither_place_nor_company_change_a_row(rows: int) -> None:
+def test_neither_place_nor_company_change_a_row() -> None:
     """A token is the first row, then row j behind the same text, with other tokens after it and in the padding."""
-    runner = make_runner("llama", "bitwise", rows)
+    runner, rows = make_runner("llama", "bitwise"), static_runner.ROWS
     for position in (1, SPAN - rows, SPAN - rows + 1, 2 * SPAN - rows + 1, 80):
         expected = None
         for before in range(min(rows, position + 1)):
@@ -477,7 +473,7 @@ def test_models_that_are_left_to_the_plain_runner(kind: str) -> None:
     make, reason = UNSERVED[kind]
     model = make()
     assert type(static_or_plain(model)) is HFRunner
-    with pytest.raises(UnsupportedModelError, match=f"exact='bitwise' cannot be kept for this model: ({reason})"):
+    with pytest.raises(SettingError, match=f"exact='bitwise' cannot be kept for this model: ({reason})"):
         static_or_plain(model, "bitwise")
 
 
@@ -497,7 +493,7 @@ def test_a_model_that_answers_otherwise_with_a_mask_is_found_out(monkeypatch: py
 
     monkeypatch.setattr(model, "forward", careless)
     assert type(static_or_plain(model)) is HFRunner
-    with pytest.raises(UnsupportedModelError, match="its logits differ by"):
+    with pytest.raises(SettingError, match="its logits differ by"):
         static_or_plain(model, "bitwise")
 
 
@@ -511,7 +507,7 @@ def test_rows_that_touch_each_other_are_found_out(monkeypatch: pytest.MonkeyPatc
         return output
 
     monkeypatch.setattr(model, "forward", touching)
-    with pytest.raises(UnsupportedModelError, match="a row's bits depend on the rows beside it on this device"):
+    with pytest.raises(SettingError, match="a row's bits depend on the rows beside it on this device"):
         static_or_plain(model, "bitwise")
     assert type(static_or_plain(model)) is StaticRunner
 

@@ -21,12 +21,14 @@ import agents.seeds
 import train
 from agents.curve import read_curves
 from agents.material import Material
-from agents.run_folder import CHECK_FILE, COSTS_FILE
+from agents.run_folder import CARD_FILE, CHECK_FILE, COSTS_FILE
 from agents.trainers import MACHINES
 from agents.training import STATE_FILE, STRETCHES
+from agents.validation import Validation
 from engine import load_policy
 from engine.exactness import MODES
 from engine.policy import Policy
+from engine.policy_heads import ConstantHead
 from envs.request_recorder import RequestRecorder
 from envs.vector import ReplayBatch
 from envs.workloads import load_workload
@@ -74,6 +76,7 @@ def run(target_folder: Path, workload: Path, out: Path, command: Run) -> Run:
             "--agent": "bandit",
             "--steps": 160,
             "--check-requests": 0,
+            "--export": "learned",
         }
         words = [word for name, value in defaults.items() if name not in given for word in (name, value)]
         return command(train, *words, *arguments)
@@ -155,7 +158,7 @@ def test_a_run_leaves_policy_card_curve_and_check(
     check = json.loads((out / CHECK_FILE).read_text(encoding="utf-8"))
     assert check["requests"] == 3  # all that the validation split holds
     arms = [arm["arm"] for arm in check["arms"]]
-    assert arms == list(dict.fromkeys(["plain", validation["best_fixed"], "policy ucb"]))
+    assert arms == list(dict.fromkeys([*validation["rules"], "policy ucb"]))
     assert all(arm["mismatched_tokens"] == 0 for arm in check["arms"])
     assert {o["request"] for o in check["outcomes"]["policy ucb"]} == {"c/1", "d/1", "d/2"}
     assert stdout.startswith("3 validation requests; ")
@@ -243,7 +246,7 @@ def test_several_files_are_one_workload(run: Run, out: Path, tmp_path: Path) -> 
     assert load_policy(out).provenance["workload"] == [str(one), str(two)]
     code, _, stderr = run("--workload", one, "--workload", write_rows(tmp_path / "again.jsonl", *ROWS), "--overwrite")
     assert code == 2
-    assert re.search(r"id '[ab]' stands in .*one\.jsonl and in .*again\.jsonl; give each row its own id\n", stderr)
+    assert re.search(r"again\.jsonl:1: id 'a' stands at .*one\.jsonl:1 too; give each line its own id\n", stderr)
 
 
 def test_a_workload_without_held_back_requests_is_refused_before_anything(run: Run, out: Path, tmp_path: Path) -> None:
@@ -366,7 +369,7 @@ def undisturbed(
 ) -> dict[str, bytes]:
     """What a run of two seeds leaves that nothing has disturbed."""
     out = tmp_path_factory.mktemp("undisturbed") / "run"
-    settings = {"max_new_tokens": 12, "agent": "bandit", "steps": 160, "check_requests": 1}
+    settings = {"max_new_tokens": 12, "agent": "bandit", "steps": 160, "check_requests": 1, "export": "learned"}
     train.main(train.Options(target=str(target_folder), workload=[str(workload)], out=out, seeds=2, **settings))
     return contents(out)
 
@@ -401,6 +404,23 @@ def test_an_interrupted_run_becomes_what_an_undisturbed_one_is(
     }
     assert len(same) == 10
     assert {name for name in same if now[name] != undisturbed[name]} == set()
+
+
+def test_a_rule_goes_out_in_the_place_of_a_policy_that_is_no_faster(
+    run: Run, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Validation, "best_rule", property(lambda self: self.rules[2]))
+    code, _, stderr = run("--export", "best", "--check-requests", 1)
+    assert code == 0, stderr
+    policy = load_policy(out)
+    assert policy.name.startswith("threshold:")
+    assert isinstance(policy.head, ConstantHead)
+    assert policy.min_confidence == float(policy.name.partition(":")[2])
+    assert f"no seed is faster than {policy.name}, so this rule is exported" in stderr
+    assert "No learned policy is" in (out / CARD_FILE).read_text(encoding="utf-8")
+    assert load_policy(out / "seeds" / "0").name == "ucb"
+    code, _, _ = run("--export", "learned", "--check-requests", 1, "--resume")
+    assert (code, load_policy(out).name) == (0, "ucb")
 
 
 def copy_all_but_traces(source: Path, target: Path) -> None:
@@ -740,6 +760,8 @@ def test_a_misspelt_option_ends_with_code_2(
         (["--wandb", "offlin"], "unknown wandb mode 'offlin'; did you mean 'offline'?"),
         (["--menu", "reuse/0,reuse/x"], "menu entry 'reuse/x' cannot be read"),
         (["--menu", "fresh/0,reuse/0"], "drafts nothing, so there is nothing to learn; add lengths, as reuse/4"),
+        (["--menu", "fresh/8,reuse/0"], "holds fresh/ngram/8 without reuse/ngram/8; add that"),
+        (["--menu", "fresh/8,reuse/0,reuse/4"], "holds fresh/ngram/8 without reuse/ngram/8; add that"),
         (["--workload", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
         (["--exact", "yes"], "exact is 'yes'; choose one of bitwise, guarded, off"),
         (["--steps", "0"], "--steps is 0; give 1 or more"),

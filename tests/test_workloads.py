@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from engine.errors import WorkloadError
 from envs.workloads import SPLITS, Conversation, Message, Workload, load_workload
 from envs.workloads import loaders as loaders_module
+from envs.workloads.conversation import content_id
 from envs.workloads.splits import hashed_split
 
 KINDS = (
@@ -143,8 +144,8 @@ class TestFormats:
         assert workload.name == "mine"
         assert (first.id, first.kind, first.group, first.num_requests) == ("one", "talk", "one", 2)
         assert [m.as_dict() for m in first.messages] == rows[0]["messages"]
-        assert (second.id, second.kind, second.num_requests) == ("line-2", "chat", 1)
-        assert (third.id, third.kind, third.num_requests) == ("line-3", "multi-turn", 2)
+        assert (second.id, second.kind, second.num_requests) == (content_id(second.messages), "chat", 1)
+        assert (third.id, third.kind, third.num_requests) == (content_id(third.messages), "multi-turn", 2)
         assert workload.num_requests == 5
 
     def test_spec_bench(self, tmp_path: Path) -> None:
@@ -155,10 +156,11 @@ class TestFormats:
     def test_documents(self, tmp_path: Path) -> None:
         row = {"doc_id": 7, "document": "A text.\n", "questions": ["Who? ", "Where?"]}
         workload = load_workload(write(tmp_path / "a.jsonl", row, {"document": "B", "questions": ["Why?"]}))
+        why = user("B\n\nQuestion: Why?")
         assert workload.conversations == (
             Conversation("7#1", "documents", user("A text.\n\nQuestion: Who?"), group="7"),
             Conversation("7#2", "documents", user("A text.\n\nQuestion: Where?"), group="7"),
-            Conversation("line-2#1", "documents", user("B\n\nQuestion: Why?"), group="line-2"),
+            Conversation(content_id(why), "documents", why, group=content_id(user("B"))),
         )
 
     def test_bundled_format(self, tmp_path: Path) -> None:
@@ -174,8 +176,8 @@ class TestFormats:
     def test_plain_text(self, tmp_path: Path) -> None:
         path = write(tmp_path / "a.TXT", "Hello", "  ", "", '{"not": "read as JSON"} ')
         assert load_workload(path).conversations == (
-            Conversation("line-1", "chat", user("Hello")),
-            Conversation("line-4", "chat", user('{"not": "read as JSON"}')),
+            Conversation("prompt-1d9f4feaa9db", "chat", user("Hello")),
+            Conversation(content_id(user('{"not": "read as JSON"}')), "chat", user('{"not": "read as JSON"}')),
         )
 
     def test_formats_may_be_mixed(self, tmp_path: Path) -> None:
@@ -226,10 +228,7 @@ class TestSplits:
         path = write(tmp_path / "a.jsonl", spec_bench(1, "x", split="train"))
         with pytest.raises(WorkloadError) as caught:
             load_workload(path, "test")
-        assert str(caught.value) == (
-            f"{path}: none of 1 lines belongs to the split 'test'; "
-            'add lines, give some the field "split": "test", or ask for no split'
-        )
+        assert str(caught.value) == f'{path}: no test rows; add rows, or give some the field "split": "test"'
 
     @pytest.mark.parametrize(
         ("split", "guess"),
@@ -239,6 +238,112 @@ class TestSplits:
         with pytest.raises(WorkloadError) as caught:
             load_workload("bundled", split)
         assert str(caught.value) == f"unknown split {split!r}; {guess}choose one of train, validation, test"
+
+
+class TestRowsWithoutIds:
+    def rows(self, name: str) -> list[Any]:
+        texts = [f"prompt {i}" for i in range(60)]
+        return texts if name.endswith("txt") else [{"messages": [{"role": "user", "content": t}]} for t in texts]
+
+    @pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+    def test_a_line_that_is_inserted_changes_no_other_split(self, tmp_path: Path, name: str) -> None:
+        rows = self.rows(name)
+        path = write(tmp_path / name, *rows[1:])
+        before = {split: set(load_workload(path, split).conversations) for split in SPLITS}
+        write(tmp_path / name, *rows[::-1])
+        after = {split: set(load_workload(path, split).conversations) for split in SPLITS}
+        assert all(before[split] <= after[split] for split in SPLITS)
+        assert sum(len(after[split] - before[split]) for split in SPLITS) == 1
+
+    def test_ids_stay_over_versions_and_hang_on_roles_and_texts(self) -> None:
+        assert content_id(user("Hello")) == "prompt-1d9f4feaa9db"
+        assert content_id(user("Grüße")) == "prompt-6fecee70231a"
+        twice, halves = user("Hello") + user("Hello"), user("Hel") + user("lo")
+        others = [user("Hello "), (Message("assistant", "Hello"),), twice, halves]
+        assert len({content_id(messages) for messages in (user("Hello"), *others)}) == 5
+
+    def test_what_stands_twice_is_kept_once(self, tmp_path: Path) -> None:
+        again = {"messages": [{"role": "user", "content": "Hello"}], "kind": "greeting", "split": "test"}
+        text = write(tmp_path / "a.txt", "Hello", "World", " Hello ")
+        talks = write(tmp_path / "b.jsonl", again, spec_bench(1, "Hello"))
+        assert [c.messages for c in load_workload(text).conversations] == [user("Hello"), user("World")]
+        both = load_workload([text, talks]).conversations
+        assert [(c.kind, c.messages) for c in both] == [
+            ("chat", user("Hello")),
+            ("chat", user("World")),
+            ("writing", user("Hello")),  # an id was given: it is kept
+        ]
+        parts = [c.id for split in SPLITS for c in _part([text, talks], split)]
+        assert sorted(parts) == sorted(c.id for c in both)
+
+    def test_the_same_beginning_is_in_one_split(self, tmp_path: Path) -> None:
+        rows = [chat("user")]
+        for i in range(20):
+            row = chat("user", "assistant", "user")
+            row["messages"][2]["content"] = f"and then {i}?"
+            rows.append(row)
+        path = write(tmp_path / "a.jsonl", *rows)
+        whole = load_workload(path)
+        assert len({c.id for c in whole.conversations}) == 21
+        assert {c.group for c in whole.conversations} == {content_id(user("user 0"))}
+        assert [len(_part([path], split)) for split in SPLITS].count(21) == 1
+
+    def test_rows_of_one_document_are_one_group(self, tmp_path: Path) -> None:
+        rows = [{"document": "A text.", "questions": [f"Question {i}?", "Why?"]} for i in range(20)]
+        path = write(tmp_path / "a.jsonl", *rows)
+        whole = load_workload(path).conversations
+        assert len(whole) == len({c.id for c in whole}) == 21  # "Why?" is kept once
+        assert {c.group for c in whole} == {content_id(user("A text."))}
+        assert [len(_part([path], split)) for split in SPLITS].count(21) == 1
+
+    def test_an_id_that_was_given_meets_no_other(self, tmp_path: Path) -> None:
+        name = content_id(user("user 0"))
+        for rows in ((chat("user"), chat("user", "user", id=name)), (chat("user", id=name), chat("user"))):
+            path = write(tmp_path / "a.jsonl", *rows)
+            with pytest.raises(WorkloadError) as caught:
+                load_workload(path)
+            assert str(caught.value) == f"{path}:2: id {name!r} stands at {path}:1 too; give each line its own id"
+
+
+def _part(sources: list[str], split: str) -> tuple[Conversation, ...]:
+    """The conversations of a split, which may have none."""
+    try:
+        return load_workload(sources, split).conversations
+    except WorkloadError as error:
+        if f"no {split} rows" not in str(error):
+            raise
+        return ()
+
+
+class TestSources:
+    def test_several_are_one_workload(self, tmp_path: Path) -> None:
+        one = write(tmp_path / "one.jsonl", spec_bench(1, "x", split="train"), spec_bench(2, "y", split="test"))
+        two = write(tmp_path / "two.jsonl", spec_bench(3, "z", split="train"))
+        whole = load_workload([one, two, one])
+        assert (whole.name, [c.id for c in whole.conversations]) == ("one+two", ["1", "2", "3"])
+        train, test = (load_workload([one, two], split) for split in ("train", "test"))
+        assert (train.name, [c.id for c in train.conversations]) == ("one+two/train", ["1", "3"])
+        assert [c.id for c in test.conversations] == ["2"]  # the second file has none
+        assert load_workload([two, "bundled"]).name == "two+bundled"
+
+    def test_each_must_hold_a_line(self, tmp_path: Path) -> None:
+        one, empty = write(tmp_path / "one.txt", "Hello"), write(tmp_path / "empty.txt")
+        with pytest.raises(WorkloadError) as caught:
+            load_workload([one, empty])
+        assert str(caught.value) == f"{empty}: no requests; add at least one line"
+
+    def test_an_id_that_two_give_is_told(self, tmp_path: Path) -> None:
+        one, two = (write(tmp_path / name, chat("user", id="x")) for name in ("one.jsonl", "two.jsonl"))
+        with pytest.raises(WorkloadError) as caught:
+            load_workload([one, two])
+        assert str(caught.value) == f"{two}:1: id 'x' stands at {one}:1 too; give each line its own id"
+
+    def test_a_split_that_none_has_is_told(self, tmp_path: Path) -> None:
+        one, two = (write(tmp_path / f"{i}.jsonl", spec_bench(i, "x", split="train")) for i in (1, 2))
+        with pytest.raises(WorkloadError) as caught:
+            load_workload([one, two], "validation")
+        mend = 'add rows, or give some the field "split": "validation"'
+        assert str(caught.value) == f"{one}, {two}: no validation rows; {mend}"
 
 
 INVALID_ROWS = [
@@ -462,6 +567,14 @@ class TestOrder:
         assert str(caught.value) == (
             f"cannot sample {num_requests} requests from 'small'; ask for 1 to 21, which is all it holds"
         )
+
+    def test_at_most(self) -> None:
+        workload = small_workload()
+        assert all(workload.at_most(n, 3) is workload for n in (0, 21, 22))
+        assert workload.at_most(20, 3) == workload.sample(20, 3)
+        assert workload.at_most(1, 3) == workload.sample(1, 3) != workload.sample(1, 4)
+        with pytest.raises(WorkloadError, match="cannot sample -1 requests"):
+            workload.at_most(-1, 0)
 
     def test_of_kind(self) -> None:
         part = small_workload().of_kind("talk")

@@ -27,11 +27,12 @@ from engine.drafters.base import Draft, Drafter, Signal
 from engine.drafters.model import ModelDrafter
 from engine.kernels.packed import pack_linears
 from engine.kv import KVBuffer
+from engine.lean import LeanRunner
 from engine.menu import Menu, default_menu, parse_menu
 from engine.models import LoadedModel
 from engine.prefix_cache import PrefixCache
 from engine.runner import HFRunner, Runner, kv_bytes_per_token
-from engine.sampling import Sampling
+from engine.sampling import Sampling, certainty
 from engine.session import Parts
 
 SPECIAL = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
@@ -142,6 +143,22 @@ def _scale_up(model: Any) -> None:
         elif key.endswith("bias"):
             parameter.normal_(0.0, 0.1)
     model.get_output_embeddings().weight.normal_(0.0, 0.5)
+
+
+def tiny_lean(name: str, precision: str, **settings: Any) -> tuple[LeanRunner, Any]:
+    """A lean runner, and the model whose weights it has packed."""
+    model = tiny_model(name, **settings)
+    if settings.get("tie_word_embeddings"):
+        model.tie_weights()
+    state = {key: value.detach().clone().numpy() for key, value in model.state_dict().items()}
+    return LeanRunner(model.config, state.__getitem__, model.model.rotary_emb, precision), model
+
+
+def compile_kernels() -> None:
+    """Let the lean runners compile what they run, where it is not there yet: that takes a minute."""
+    for precision in ("fp32", "int8"):
+        runner, _ = tiny_lean("llama", precision)
+        certainty(runner.forward([3, 4, 5], runner.new_buffer(), 2)[-1])
 
 
 @lru_cache(maxsize=64)

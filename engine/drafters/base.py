@@ -66,7 +66,15 @@ class DraftState(Protocol):
 
 
 class Drafter(Protocol):
-    """Proposes tokens for many requests; whatever belongs to one request lives in its `DraftState`."""
+    """Proposes tokens for many requests; whatever belongs to one request lives in its `DraftState`.
+
+    Attributes:
+        name: what menus and records call it; some text without a comma, another for each drafter of an engine.
+
+    Two members are optional. `digest`, some text, tells drafters of one name apart whose cost differs, so that costs
+    are calibrated for each. `lagging_signal`, true where `DraftState.signal` tells of the place where the state last
+    drafted and not of the end of the text, lets recorded requests replay that.
+    """
 
     name: str
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,9 +50,6 @@ def _sources_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-if os.environ.get("OMP_NUM_THREADS", "").isdecimal():  # numba would take all processors, and make torch take them too
-    limit = max(1, int(os.environ["OMP_NUM_THREADS"]))
-    numba.config.NUMBA_NUM_THREADS = min(numba.config.NUMBA_NUM_THREADS, limit)  # type: ignore[attr-defined]
 numba.config.CACHE_DIR = str(cache_folder() / "kernels" / _sources_digest())  # type: ignore[attr-defined]
 
 # A maximum may be taken in any order. Sums may not: a function is compiled once for each place that it is inlined in,

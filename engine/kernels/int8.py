@@ -62,7 +62,7 @@ def channels_of(weight: Packed, inputs: int, channels: np.ndarray) -> np.ndarray
 def reference(x: np.ndarray, packed_weight: Packed) -> np.ndarray:
     """`x` `[rows, inputs]` times a packed weight, in numpy: what the compiled products must give to the bit.
 
-    The integer sums are exact; the three float32 operations behind them are in the same order as in `fused.multiply`.
+    The integer sums are exact; the three float32 operations behind them are in the order of `products.multiply`.
     """
     inputs = x.shape[1]
     largest = np.abs(x).max(axis=1)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 ROLES = ("system", "user", "assistant")
@@ -26,8 +29,8 @@ class Conversation:
     An assistant message that the data gives stands in the history word for word. Where none follows a user
     message, the caller puts the model's own reply there.
 
-    `group` names what must stay together: the document that several conversations share, or else the
-    conversation's own id.
+    `group` names what must stay together: the document or the first prompt that several conversations share, or else
+    the conversation's own id.
     """
 
     id: str
@@ -50,3 +53,9 @@ class Conversation:
         if num_requests >= len(ends):
             return self
         return replace(self, messages=self.messages[: ends[num_requests - 1]])
+
+
+def content_id(messages: Iterable[Message]) -> str:
+    """A name that hangs on roles and texts alone: `prompt-` and 12 hex digits of their SHA-256."""
+    content = [[message.role, message.content] for message in messages]
+    return f"prompt-{hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]}"

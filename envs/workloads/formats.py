@@ -7,34 +7,36 @@
 | `id`, `kind`, `turns` | the bundled format |
 | `document`, `questions`, optional `doc_id` or `id`, `kind` | one conversation for each question |
 
-Every format may name the row's `split`. Fields not listed are ignored.
+Every format may name the row's `split`. Fields not listed are ignored. Where no id is given, and in plain text,
+conversations are named by their content and grouped by their document or first prompt, so that a split hangs on
+these alone.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from envs.workloads.conversation import ROLES, Conversation, Message
+from envs.workloads.conversation import ROLES, Conversation, Message, content_id
 from envs.workloads.rows import Line, Row, type_name
 from envs.workloads.splits import SPLITS, hashed_split, unknown_name
 
 
 @dataclass(frozen=True)
 class Group:
-    """What one line yields: conversations that belong together, and their split."""
+    """What one line yields: conversations that belong together, their split, and whether the line gave the id."""
 
     line: Line
     id: str
     split: str
     conversations: tuple[Conversation, ...]
+    named: bool
 
 
 def parse_prompt(line: Line) -> Group:
     """A line of plain text: one prompt."""
-    name = _line_name(line)
-    messages = (Message("user", line.text.strip()),)
-    return Group(line, name, hashed_split(name), (Conversation(name, "chat", messages),))
+    conversation = _conversation(None, "chat", (Message("user", line.text.strip()),))
+    return Group(line, conversation.group, hashed_split(conversation.group), (conversation,), named=False)
 
 
 def parse_group(row: Row) -> Group:
@@ -44,46 +46,52 @@ def parse_group(row: Row) -> Group:
         WorkloadError: no known format, or a field that is missing or wrong.
     """
     if row.has("messages"):
-        conversations = _from_messages(row)
+        given = row.identifier("id") if row.has("id") else None
+        conversations = _from_messages(row, given)
     elif row.has("turns"):
-        conversations = _from_turns(row)
+        given = row.identifier("question_id" if row.has("question_id") else "id")
+        conversations = _from_turns(row, given)
     elif row.has("document") or row.has("questions"):
-        conversations = _from_document(row)
+        field = next((field for field in ("doc_id", "id") if row.has(field)), None)
+        given = row.identifier(field) if field else None
+        conversations = _from_document(row, given)
     else:
         names = ", ".join(sorted(row.fields)[:8]) or "none"
         mend = "give messages, turns, or a document with questions"
         raise row.line.error(f"no known format (fields: {names:.80})", mend)
     name = conversations[0].group
-    return Group(row.line, name, _split(row, name), conversations)
+    return Group(row.line, name, _split(row, name), conversations, named=given is not None)
 
 
-def _from_messages(row: Row) -> tuple[Conversation, ...]:
+def _from_messages(row: Row, given: str | None) -> tuple[Conversation, ...]:
     messages = tuple(_message(row, item, f"messages[{i}]") for i, item in enumerate(row.items("messages")))
     _check_order(row, messages)
     asked = sum(message.role == "user" for message in messages)
-    name = row.identifier("id") if row.has("id") else _line_name(row.line)
     kind = row.text("kind") if row.has("kind") else ("chat" if asked == 1 else "multi-turn")
-    return (Conversation(name, kind, messages),)
+    return (_conversation(given, kind, messages),)
 
 
-def _from_turns(row: Row) -> tuple[Conversation, ...]:
-    spec_bench = row.has("question_id")
-    name = row.identifier("question_id" if spec_bench else "id")
-    kind = row.text("category" if spec_bench else "kind")
-    messages = tuple(Message("user", turn) for turn in row.texts("turns"))
-    return (Conversation(name, kind, messages),)
+def _from_turns(row: Row, given: str) -> tuple[Conversation, ...]:
+    kind = row.text("category" if row.has("question_id") else "kind")
+    return (_conversation(given, kind, tuple(Message("user", turn) for turn in row.texts("turns"))),)
 
 
-def _from_document(row: Row) -> tuple[Conversation, ...]:
-    given = next((field for field in ("doc_id", "id") if row.has(field)), None)
-    name = row.identifier(given) if given else _line_name(row.line)
+def _from_document(row: Row, given: str | None) -> tuple[Conversation, ...]:
     kind = row.text("kind") if row.has("kind") else "documents"
     # The document stands first: all of its questions share it as their prefix.
     document = row.text("document").strip()
-    prompts = [f"{document}\n\nQuestion: {question.strip()}" for question in row.texts("questions")]
-    return tuple(
-        Conversation(f"{name}#{i}", kind, (Message("user", prompt),), group=name) for i, prompt in enumerate(prompts, 1)
-    )
+    group = given or content_id([Message("user", document)])
+    prompts = [(Message("user", f"{document}\n\nQuestion: {question.strip()}"),) for question in row.texts("questions")]
+    names = [f"{given}#{i}" if given else content_id(messages) for i, messages in enumerate(prompts, 1)]
+    return tuple(Conversation(name, kind, messages, group) for name, messages in zip(names, prompts, strict=True))
+
+
+def _conversation(given: str | None, kind: str, messages: tuple[Message, ...]) -> Conversation:
+    """Under the id that was given, or else under its content's, with all that begin with the same prompt."""
+    if given is not None:
+        return Conversation(given, kind, messages)
+    whole = Conversation(content_id(messages), kind, messages)
+    return replace(whole, group=content_id(whole.first(1).messages))
 
 
 def _message(row: Row, item: object, place: str) -> Message:
@@ -119,7 +127,3 @@ def _split(row: Row, group: str) -> str:
     if split not in SPLITS:
         raise row.line.error(*unknown_name("split", split, SPLITS))
     return split
-
-
-def _line_name(line: Line) -> str:
-    return f"line-{line.number}"

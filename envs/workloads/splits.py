@@ -14,7 +14,8 @@ _BOUNDS = (60, 75, 100)
 def hashed_split(group: str) -> str:
     """The split of a group whose row names none.
 
-    It depends on the group's id alone: when rows are added or moved, no other one changes its split.
+    It depends on the group's id alone, and that of a row without one on its content: when rows are added or moved, no
+    other one changes its split.
     """
     digest = hashlib.sha256(group.encode("utf-8")).digest()
     percent = int.from_bytes(digest[:8], "big") % 100

@@ -76,6 +76,12 @@ class Workload:
         kept = tuple(chosen[c.id] for c in self.conversations if c.id in chosen)
         return replace(self, conversations=kept)
 
+    def at_most(self, num_requests: int, seed: int) -> Workload:
+        """A `sample`, or the whole workload where that holds no more; 0 asks for the whole."""
+        if num_requests == 0 or num_requests >= self.num_requests:
+            return self
+        return self.sample(num_requests, seed)
+
 
 def _rank(name: str, seed: int) -> bytes:
     """A sort key that is as good as random, and the same on every machine and in every version of Python."""

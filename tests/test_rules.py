@@ -1,0 +1,91 @@
+"""Simple rules, and their export where no learned policy is faster."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from trace_tools import made_up_costs, made_up_traces
+
+from agents.evaluation import PLAIN
+from agents.hindsight import tuned_cut
+from agents.material import Material
+from agents.rules import simple_rules
+from agents.seeds import Trained
+from agents.validation import validate
+from engine.controllers import make_controller
+from engine.errors import PolicyError
+from engine.menu import parse_menu
+from engine.policy import Policy, load_policy
+from engine.policy_heads import ConstantHead
+from envs.vector import run_controller
+
+MENU = parse_menu("fresh/0,reuse/0,reuse/a/2,reuse/a/8,reuse/b/4", ("a", "b"))
+COSTS = made_up_costs(np.random.default_rng(0), ("a", "b"))
+TRAIN, VALIDATION = made_up_traces(1, 40), made_up_traces(2, 20)
+CUT = tuned_cut(TRAIN, [COSTS], MENU)
+MATERIAL = Material(TRAIN, VALIDATION, MENU, COSTS, [COSTS], CUT)
+
+
+def test_a_rule_takes_the_time_of_the_controller_that_it_is_named_after() -> None:
+    for rule in simple_rules(MATERIAL):
+        controller = make_controller(rule.name, MENU)
+        expected = run_controller(VALIDATION, COSTS, MENU, controller).seconds
+        np.testing.assert_allclose(rule.replay(VALIDATION, MATERIAL), expected, rtol=1e-12)
+
+
+def test_rules_are_plain_the_best_fixed_choice_and_the_tuned_threshold() -> None:
+    plain, fixed, threshold = simple_rules(MATERIAL)
+    assert (plain.name, plain.action, plain.min_confidence) == (PLAIN, MENU.plain, 0.0)
+    steps = {
+        action: run_controller(TRAIN, COSTS, MENU, Constant(action)).plain_steps.sum()
+        for action, entry in enumerate(MENU.actions)
+        if entry.reuse
+    }
+    assert steps[fixed.action] == pytest.approx(min(steps.values()), rel=1e-9)
+    assert (threshold.name, threshold.action, threshold.min_confidence) == (f"threshold:{CUT:g}", MENU.find(8), CUT)
+
+
+class Constant:
+    """Takes one action throughout."""
+
+    name, needs_observation, min_confidence = "constant", False, 0.0
+
+    def __init__(self, action: int) -> None:
+        self.action = action
+
+    def choose(self, observation: object, mask: object) -> int:
+        return self.action
+
+    def observe(self, record: object) -> None:
+        return None
+
+
+@pytest.mark.parametrize(("factor", "exported"), [(0.99, False), (1.0, True), (1.01, True)])
+def test_the_fastest_rule_is_named_unless_a_seed_is_faster(factor: float, exported: bool) -> None:
+    rules = simple_rules(MATERIAL)
+    times = [rule.replay(VALIDATION, MATERIAL) for rule in rules]
+    best = int(np.argmin([seconds.sum() for seconds in times]))
+    trained = [Trained(0, "ppo", ConstantHead(0), 1, [], times[best] * factor, True)]
+    assert validate(MATERIAL, trained).best_rule == (rules[best] if exported else None)
+
+
+def test_a_rule_is_a_policy_that_looks_at_nothing(tmp_path: Path) -> None:
+    _, _, rule = simple_rules(MATERIAL)
+    policy = Policy(rule.name, MENU, rule.head(), COSTS, min_confidence=rule.min_confidence)
+    policy.save(tmp_path)
+    loaded = load_policy(tmp_path)
+    assert loaded == replace(policy, costs=loaded.costs)
+    controller = loaded.controller()
+    assert (controller.needs_observation, controller.min_confidence) == (False, rule.min_confidence)
+    for can_reuse in (False, True):
+        assert controller.choose(None, MENU.mask(can_reuse)) == rule.action
+
+
+@pytest.mark.parametrize("action", [-1, len(MENU), 99])
+def test_a_constant_outside_the_menu_is_refused(tmp_path: Path, action: int) -> None:
+    Policy("rule", MENU, ConstantHead(action), COSTS).save(tmp_path)
+    with pytest.raises(PolicyError, match="constant action is not in its menu; export it again"):
+        load_policy(tmp_path)
