@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 import pytest
 import torch
@@ -19,6 +18,7 @@ from benchmarks.random_runs import RandomController, whole_menu
 from benchmarks.row_bits import MOST_ROWS, RowBits, compare_rows, process_digests, text_digest
 from engine import Generation, StepRecord, load_model
 from engine.errors import SettingError
+from engine.kernels.compile import FOLDER
 from engine.kv import KVBuffer
 from engine.lean import LeanRunner
 from engine.results import count_steps
@@ -258,8 +258,7 @@ def test_rows_need_a_text_that_is_long_enough(target_folder: Path) -> None:
 
 
 def test_fresh_processes_agree(target_folder: Path, drafter_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = Path(numba.config.CACHE_DIR)  # those that this process has compiled
-    monkeypatch.setenv("DRAFTGATE_CACHE", str(kernels.parents[1]))
+    monkeypatch.setenv("DRAFTGATE_CACHE", str(FOLDER.parents[1]))  # with the kernels that this process has compiled
     settings = {"target": str(target_folder), "precision": "int8"}
     first, second = process_digests(settings, 2)
     assert first == second

@@ -12,6 +12,8 @@ import numba
 
 from engine.storage import cache_folder
 
+config: Any = numba.config
+
 
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """`numba.njit`, cached under a name that changes with any source of the kernels.
@@ -21,7 +23,11 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """
 
     def compile_function(function: Callable[..., Any]) -> Any:
-        dispatcher = numba.njit(cache=True, error_model="numpy", **options)(function)
+        before, config.CACHE_DIR = config.CACHE_DIR, str(FOLDER)
+        try:
+            dispatcher = numba.njit(cache=True, error_model="numpy", **options)(function)
+        finally:
+            config.CACHE_DIR = before
         cache = dispatcher._cache
         cache.save_overload = _alone(cache.save_overload)
         return dispatcher
@@ -34,9 +40,8 @@ def _alone(save: Callable[..., None]) -> Callable[..., None]:
     otherwise take the same file, and the next process would run one's code on the other's arrays."""
 
     def save_alone(*args: Any) -> None:
-        folder = Path(numba.config.CACHE_DIR)  # type: ignore[attr-defined]
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "lock").open("a") as file:
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        with (FOLDER / "lock").open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             save(*args)
 
@@ -50,7 +55,7 @@ def _sources_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-numba.config.CACHE_DIR = str(cache_folder() / "kernels" / _sources_digest())  # type: ignore[attr-defined]
+FOLDER = cache_folder() / "kernels" / _sources_digest()
 
 # A maximum may be taken in any order. Sums may not: a function is compiled once for each place that it is inlined in,
 # and each would use the freedom to reorder or to fuse in its own way. Two processes could then differ in a bit.
