@@ -23,6 +23,7 @@ from benchmarks.gap_plot import plot_gap
 from benchmarks.lessons import check_agents, check_amounts
 from benchmarks.recordings import load_engine, record_splits
 from engine import SpeculativeDecoder
+from engine.calibration import noise_warning
 from engine.costs import CostTable
 from engine.errors import SettingError
 from engine.menu import Menu
@@ -77,6 +78,8 @@ def main(options: Options) -> None:
         splits = record_splits(decoder, options.workload or [BUNDLED], options.requests, options.max_new_tokens)
     costs = chosen_costs(options.costs, decoder, menu)
     say(f"costs: {costs_line(costs, menu)}")
+    if warning := noise_warning(costs):
+        say(warning)
     seeds = range(options.seeds)
     judged = judge_field(splits, menu, costs, options.agents, seeds, options.effort, options.uncut)
     document = {
