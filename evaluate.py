@@ -7,6 +7,7 @@ the same cut, `threshold:T`: it needs no learning, so that a policy is worth its
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -72,6 +73,8 @@ def main(options: Options) -> None:
     folders = options.policy or [DEFAULT_POLICY]
     policies = {folder: load_policy(folder) for folder in dict.fromkeys(folders)}
     check_together(policies, options)
+    if not options.workload:
+        tell_of_other_prompts(policies)
     arms = make_arms(policies, options.controllers)
     split = None if options.split == "all" else options.split
     workload = load_workload(options.workload or [BUNDLED], split).at_most(options.requests, options.seed)
@@ -108,6 +111,18 @@ def check_together(policies: Mapping[Path, Policy], options: Options) -> None:
             if given is None and ours != theirs:
                 mend = "judge them one by one" + ("" if what == "menu" else f", or give --{what} for all")
                 raise PolicyError(f"{folder} was made for {what} {ours}, {first} for {theirs}; {mend}")
+
+
+def tell_of_other_prompts(policies: Mapping[Path, Policy]) -> None:
+    """Say which policies have learned from other prompts than the bundled ones, on which they are judged."""
+    for folder, policy in policies.items():
+        learned_from = policy.provenance.get("workload", [BUNDLED])
+        if isinstance(learned_from, list) and learned_from != [BUNDLED]:
+            options = shlex.join(word for name in learned_from for word in ("--workload", str(name)))
+            print(
+                f"{folder} was trained on other prompts than the bundled ones; for those give {options}",
+                file=sys.stderr,
+            )
 
 
 def load_decoder(options: Options, policy: Policy) -> SpeculativeDecoder:

@@ -23,6 +23,7 @@ from engine.menu import default_menu, parse_menu
 from envs.workloads import BUNDLED, Workload, load_workload
 from envs.workloads.splits import unknown_name
 
+MOST_SEED, MOST_SEEDS = 2**32 - 1, 1000  # numpy takes no greater seed
 WANDB = ("off", "offline", "online")
 EXPORTS = ("best", "learned")
 
@@ -79,8 +80,8 @@ def main(options: Options) -> None:
     menu = settle_menu(options)
     train, validation = (load_workload(options.workload, split) for split in ("train", "validation"))
     config = describe(options, menu, [train, validation])
-    folder = RunFolder(options.out, config)
-    folder.check(options.resume, options.overwrite)
+    folder = RunFolder(options.out, config, options.resume, options.overwrite)
+    folder.check()
     with stage("model", f"loading {options.target}"):
         decoder = load_decoder(options, menu)
     tracker = Tracker(options.wandb, config, options.out)
@@ -91,6 +92,7 @@ def main(options: Options) -> None:
         pipeline.rescue()
         raise
     finally:
+        folder.release()
         tracker.close()
 
 
@@ -128,9 +130,29 @@ def settle(options: Options) -> Options:
     ):
         if number < least:
             raise SettingError(f"--{name} is {number}; give {least} or more")
+    if options.seeds > MOST_SEEDS:
+        raise SettingError(f"--seeds is {options.seeds}; give {MOST_SEEDS} or less")
+    if (last := options.seed + options.seeds - 1) > MOST_SEED:
+        raise SettingError(f"--seed and --seeds come to seed {last}; give seeds up to {MOST_SEED}")
     check_exact(options.exact)
+    check_names(options)
     drafter, workload = options.drafter or ["ngram"], options.workload or [BUNDLED]
     return replace(options, steps=steps, drafter=drafter, workload=workload)
+
+
+def check_names(options: Options) -> None:
+    """Raise `SettingError` for a folder that is none of the run's own, and for what its card could not tell."""
+    if not options.out.name:
+        raise SettingError(f"--out is empty or no folder of the run's own ({options.out}); name one to be made")
+    for option, names in (
+        ("out", [str(options.out)]),
+        ("target", [options.target]),
+        ("drafter", options.drafter),
+        ("workload", options.workload),
+    ):
+        for name in names:
+            if name.encode("utf-8", "replace").decode() != name:
+                raise SettingError(f"--{option} {name!r} is not UTF-8; give a name that is")
 
 
 def settle_menu(options: Options) -> Menu:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,21 @@ from agents.validation import Validation
 from engine import Policy
 from engine.policy_heads import ConstantHead
 from engine.storage import write_atomically
+from envs.workloads import BUNDLED
 
 
 def write_card(
     folder: Path, policy: Policy, material: Material, validation: Validation | None, judgement: Judgement | None
 ) -> None:
     """Write README.md into a run's folder. What was not measured is said to be so. Raises `StorageError`."""
-    parts = [_title(policy), _training(policy, material), _validation(policy, validation), _check(judgement)]
-    text = "\n\n".join([*parts, _use(policy, folder), _limits(policy), _origin(policy)]) + "\n"
+    parts = [
+        _title(policy),
+        _training(policy, material),
+        _validation(policy, validation),
+        _check(judgement, _judging(policy, folder)),
+    ]
+    parts += [_use(policy, folder), _limits(policy, _judging(policy, folder)), _origin(policy)]
+    text = "\n\n".join(parts) + "\n"
     write_atomically(folder / CARD_FILE, lambda path: path.write_text(text, encoding="utf-8"))
 
 
@@ -91,12 +99,19 @@ def _chosen_on(policy: Policy, validation: Validation) -> str:
     return f"They chose the {' and the '.join(chosen)} that is exported, which flatters its figure a little."
 
 
-def _check(judgement: Judgement | None) -> str:
+def _check(judgement: Judgement | None, judging: str) -> str:
     head = "## On the live engine\n\n"
     if judgement is None:
-        return head + "Not checked. `python evaluate.py` judges the policy."
+        return head + f"Not checked. `{judging}` judges the policy."
     caption = "Validation requests again, each arm with caches of its own, the policy under its guard."
     return f"{head}{caption}\n\n```\n{table(judgement)}\n```"
+
+
+def _judging(policy: Policy, folder: Path) -> str:
+    """The command that judges this policy on prompts of its own workload which had no part in it."""
+    workload = policy.provenance["workload"]
+    prompts = [] if workload == [BUNDLED] else [word for name in workload for word in ("--workload", name)]
+    return shlex.join(["python", "evaluate.py", "--policy", str(folder), *prompts, "--split", "test"])
 
 
 def _use(policy: Policy, folder: Path) -> str:
@@ -115,7 +130,7 @@ def _use(policy: Policy, folder: Path) -> str:
     )
 
 
-def _limits(policy: Policy) -> str:
+def _limits(policy: Policy, judging: str) -> str:
     lines = [
         "It was trained on greedy answers; under sampling, drafts are accepted less often.",
         "It serves one request at a time: no batch was ever seen.",
@@ -124,7 +139,7 @@ def _limits(policy: Policy) -> str:
     ]
     if policy.provenance["costs"] == "measured":
         lines.append("It saw the costs of one machine only. For several, train with `--costs randomised`.")
-    lines.append("For figures of prompts that had no part in it: `python evaluate.py --split test`.")
+    lines.append(f"For figures of prompts that had no part in it: `{judging}`.")
     return "## Limits\n\n" + "\n".join(f"- {line}" for line in lines)
 
 

@@ -15,10 +15,10 @@ from agents.evaluation import Judgement, judge
 from agents.hindsight import tuned_cut
 from agents.material import Material
 from agents.plots import plot_curves
+from agents.provenance import resuming
 from agents.report import table
 from agents.run_folder import CHECK_FILE, VALIDATION_FILE, RunFolder
 from agents.seeds import Seeds
-from agents.some_costs import some_of
 from agents.stages import say, stage
 from agents.tracking import Tracker
 from agents.validation import Validation, validate
@@ -28,6 +28,8 @@ from engine.costs import CostTable
 from engine.storage import write_json
 from envs.recorder import record
 from envs.workloads import Workload
+
+FEW_REQUESTS = 20  # below that a policy learns little but its own prompts
 
 
 class Pipeline:
@@ -49,6 +51,7 @@ class Pipeline:
 
         From here on the folder is this run's: what another one left in it is gone.
         """
+        self._folder.lock()
         with stage("costs", "what each draft length costs on this machine"):
             costs = self._folder.costs() if resume else self._decoder.costs()
             self._take_folder(costs, resume)
@@ -69,11 +72,14 @@ class Pipeline:
     ) -> None:
         """The traces of both splits: from the cache folder where they are there, else recorded now."""
         take = partial(record, self._decoder, max_new_tokens=max_new_tokens, max_k=max(self.menu.lengths))
+        if train.num_requests < FEW_REQUESTS:
+            say(f"{train.num_requests} training requests are few to learn from; give {FEW_REQUESTS} or more")
         counts = f"{train.num_requests} training and {validation.num_requests} validation requests"
         with stage("recording", f"{counts}, or their traces from the cache folder"):
             traces = take(train), take(validation)
-        cut = tuned_cut(traces[0], some_of(tables), self.menu)
-        say(f"cut: drafts end before the first token of less confidence than {cut:g}, tuned on the training requests")
+        cut = tuned_cut(traces[0], tables, self.menu)
+        if len(tables) == 1:
+            say(f"cut: drafts end before the first token of less confidence than {cut:g}, tuned on training requests")
         self._material = Material(*traces, self.menu, costs, tables, cut)
 
     def train(self, agent: str, steps: int, seeds: Sequence[int]) -> None:
@@ -134,6 +140,8 @@ class Pipeline:
 
     def rescue(self) -> None:
         """After an interrupt: export the best that was learned so far, if anything was, and say so."""
+        if self._folder.begun:
+            say(f"to go on: {resuming(self._folder.config['command'])}")
         if self._policy is not None:
             say(f"interrupted in the live check; the policy in {self._folder.path} stays, --resume checks it")
         elif self._seeds is None or not self._seeds.trained:

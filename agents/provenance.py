@@ -28,6 +28,12 @@ def provenance(device: str) -> dict[str, Any]:
     }
 
 
+def resuming(command: str) -> str:
+    """The command that goes on with the run which `command` has begun or resumed."""
+    begun = ("--overwrite", "--no-overwrite", "--resume", "--no-resume")
+    return shlex.join([*(word for word in shlex.split(command) if word not in begun), "--resume"])
+
+
 def git_commit() -> str | None:
     """The commit of this source tree; None where it is not in a repository, or git is missing."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from agents.evaluation import PLAIN
+from agents.hindsight import tuned_cut
 from agents.material import Material
 from agents.some_costs import best_fixed
 from engine.controllers import fixed_name
@@ -41,7 +42,8 @@ class Rule:
 def simple_rules(material: Material) -> tuple[Rule, Rule, Rule]:
     """Plain decoding; the fixed choice that serves the training requests best, which may be the same; the menu's
     longest draft under the cut that was tuned on these requests."""
-    menu, cut = material.menu, material.min_confidence
+    menu = material.menu
+    cut = tuned_cut(material.train, [material.costs], menu)
     fixed, _ = best_fixed(material.train, menu, [material.costs])
     longest = menu.find(max(menu.lengths, default=0))
     return Rule(PLAIN, menu.plain), Rule(fixed_name(menu, fixed), fixed), Rule(f"threshold:{cut:g}", longest, cut)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from agents.curve import CURVE_FILE
 from engine.costs import CostTable
-from engine.errors import PolicyError, SettingError, StorageError
+from engine.errors import PolicyError, SettingError, StorageError, TraceError
 from engine.policy import FORMAT as POLICY
 from engine.storage import write_json
 from envs.replay import read_costs
 
 CONFIG_FILE, COSTS_FILE = "config.json", "costs.json"
 VALIDATION_FILE, CHECK_FILE, CARD_FILE = "validation.json", "check.json", "README.md"
-SEEDS_FOLDER = "seeds"
+SEEDS_FOLDER, LOCK_FILE = "seeds", ".lock"
 
 # What a run's results depend on. `seeds` is not among it: a resumed run may train more of them.
 COMPARED = (
@@ -46,30 +48,59 @@ class RunFolder:
         config: what the run is made with, as `config.json` keeps it.
     """
 
-    def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, config: Mapping[str, Any], resume: bool = False, overwrite: bool = False) -> None:
         self.path, self.config = path, dict(config)
+        self._resume, self._overwrite = resume, overwrite
+        self._lock: IO[str] | None = None
 
     @property
     def begun(self) -> bool:
         """Whether the folder holds a run, which may be resumed."""
         return (self.path / COSTS_FILE).is_file()
 
-    def check(self, resume: bool, overwrite: bool) -> None:
+    def check(self) -> None:
         """Whether this run may go on, or begin, here. Nothing is written.
 
         Raises:
-            SettingError: the folder holds a run and neither resuming nor overwriting was asked for, or both were.
+            SettingError: the folder holds a run and neither resuming nor overwriting was asked for, or both were; or
+                it holds files that no run has made.
             PolicyError: there is nothing to resume, or it was made with other settings.
         """
-        if resume and overwrite:
+        if self._resume and self._overwrite:
             raise SettingError("--resume and --overwrite exclude each other; give one of them")
-        if resume and not self.begun:
+        if self._resume and not self.begun:
             raise PolicyError(f"{self.path} holds no run to resume; train without --resume first")
-        if resume:
+        if self._resume:
             _compare(self.path, _read_config(self.path / CONFIG_FILE), self.config)
-        elif (self.begun or POLICY.is_in(self.path)) and not overwrite:
+        elif _is_foreign(self.path):
+            raise SettingError(
+                f"{self.path} holds files that no training made, which would be lost; choose another --out"
+            )
+        elif (self.begun or POLICY.is_in(self.path)) and not self._overwrite:
             mend = "go on with --resume, begin anew with --overwrite, or choose another --out"
             raise SettingError(f"{self.path} holds a run; {mend}")
+
+    def lock(self) -> None:
+        """Keep other trainings out until `release`, or the end of the process, and check again what is there now.
+
+        Raises `SettingError` where another training is at work here, `StorageError`, and what `check` raises.
+        """
+        path = self.path / LOCK_FILE
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(path)
+        except OSError as error:
+            raise StorageError(f"cannot write {path}: {error.strerror}; choose another place") from error
+        if self._lock is None:
+            raise SettingError(f"another training is at work in {self.path}; wait for its end, or choose another --out")
+        self.check()
+
+    def release(self) -> None:
+        """Let other trainings in again."""
+        if self._lock is not None:
+            (self.path / LOCK_FILE).unlink(missing_ok=True)  # before others can lock it
+            self._lock.close()
+            self._lock = None
 
     def begin(self, costs: CostTable) -> None:
         """Make the folder this run's: what another one left goes, but for its policy, which stays until the export.
@@ -94,6 +125,10 @@ class RunFolder:
         """Where a seed's state and policy are kept."""
         return self.path / SEEDS_FOLDER / str(seed)
 
+    def forget_seed(self, seed: int) -> None:
+        """Take away a seed that does not belong to this run. Raises `StorageError`."""
+        _remove(self.seed(seed))
+
     def forget_results(self) -> None:
         """Take away what told of a policy that is now replaced."""
         for name in (VALIDATION_FILE, CHECK_FILE):
@@ -101,12 +136,57 @@ class RunFolder:
 
 
 def _compare(folder: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    for name in COMPARED:
-        if theirs.get(name) != ours[name]:
-            raise PolicyError(
-                f"{folder} was trained with {name} {theirs.get(name)!r}, now it is {ours[name]!r}; "
-                "give the same, or begin anew with --overwrite"
-            )
+    unlike = [
+        f"{name} {theirs.get(name)!r} (now {ours[name]!r})" for name in COMPARED if theirs.get(name) != ours[name]
+    ]
+    if unlike:
+        mend = "give the same, or begin anew with --overwrite"
+        raise PolicyError(f"{folder} was trained with {', '.join(unlike)}; {mend}")
+
+
+def _is_foreign(folder: Path) -> bool:
+    """Whether there are files that neither a run nor an export has left.
+
+    Hidden ones and those of wandb do not count: nothing that a run writes could replace them.
+    """
+    try:
+        names = {path.name for path in folder.iterdir() if not path.name.startswith(".")} - {"wandb"}
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise StorageError(f"cannot use {folder}: {error.strerror}; choose another --out") from error
+    return bool(names) and not _is_ours(folder)
+
+
+def _is_ours(folder: Path) -> bool:
+    """Also where one of a run's files is damaged or gone; never where `config.json` is another program's."""
+    try:
+        return set(COMPARED) <= set(_read_config(folder / CONFIG_FILE))
+    except PolicyError:
+        pass  # it is missing or damaged
+    if POLICY.is_in(folder):
+        return True
+    try:
+        read_costs(folder / COSTS_FILE)
+    except TraceError:
+        return False
+    return True
+
+
+def _locked(path: Path) -> IO[str] | None:
+    """The file, opened and locked; None where another process has locked it, or has just removed it."""
+    file = path.open("w", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino:
+            return file
+    except BlockingIOError:
+        pass
+    except OSError:
+        file.close()
+        raise
+    file.close()
+    return None
 
 
 def _read_config(path: Path) -> dict[str, Any]:

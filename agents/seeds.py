@@ -10,7 +10,7 @@ import numpy as np
 
 from agents.curve import CURVE_FILE, CurvePoint, read_curves, write_curves
 from agents.material import Material
-from agents.run_folder import RunFolder
+from agents.run_folder import COMPARED, RunFolder
 from agents.trainers import Trainer, make_trainer
 from agents.training import OnPoint
 from engine.errors import PolicyError
@@ -112,9 +112,23 @@ class Seeds:
             return None
         try:
             policy = load_policy(folder)
+            if not self._is_of_this_run(policy, seed):
+                self._folder.forget_seed(seed)  # with the state, which does not tell whose it is
+                raise PolicyError(f"{folder} is of another run")
             curve = read_curves(folder / CURVE_FILE).get(seed, [])
         except PolicyError as error:
             print(f"{error}; seed {seed} is trained anew", file=sys.stderr)
             return None
         seconds = self._material.replay(policy.head)
         return Trained(seed, policy.name, policy.head, policy.provenance["steps"], curve, seconds, whole=True)
+
+    def _is_of_this_run(self, policy: Policy, seed: int) -> bool:
+        told, config = policy.provenance, self._folder.config
+        steps = told.get("steps")  # what was done: all that was asked for, or a little more
+        return (
+            policy.menu == self._material.menu
+            and told.get("seed") == seed
+            and isinstance(steps, int)
+            and steps >= self._steps
+            and all(told.get(name) == config[name] for name in COMPARED if name not in ("seed", "steps"))
+        )

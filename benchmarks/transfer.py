@@ -21,7 +21,6 @@ from agents.hindsight import tuned_cut
 from agents.material import Material
 from agents.randomise import HELD_OUT, held_out_costs
 from agents.report import aligned
-from agents.some_costs import some_of
 from agents.stages import say, stage
 from agents.trainers import training_costs
 from benchmarks.controllers import costs_line
@@ -109,7 +108,7 @@ class Machine:
         general, own: speed-ups over plain decoding.
         fixed, threshold: of the best fixed choice and of the best threshold, tuned on train.
         general_seeds, own_seeds: speed-ups of each seed.
-        general_cut, own_cut: the policies' `min_confidence`, tuned on train.
+        general_cut, own_cut: the policies' `min_confidence`: none, and tuned on train.
     """
 
     machine: str
@@ -149,7 +148,7 @@ def compare(
     here = next(iter(tables.values()))  # costs that only a bandit's curve is drawn with
     with stage("training", f"{agent} under made-up costs"):
         made_up = {seed: training_costs("randomised", here, menu, seed) for seed in seeds}
-        cut = tuned_cut(splits.train, some_of(made_up[seeds[0]]), menu)
+        cut = tuned_cut(splits.train, made_up[seeds[0]], menu)
         lessons = [Material(splits.train, splits.validation, menu, here, made_up[seed], cut) for seed in seeds]
         heads = [teach(agent, lesson, seed, general).head for lesson, seed in zip(lessons, seeds, strict=True)]
     machines = []

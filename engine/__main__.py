@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 import tyro
+from tyro.conf import UseAppendAction
 
 from engine import command_line
 from engine.controllers import CONTROLLER_NAMES
@@ -19,6 +20,8 @@ from engine.render import LEGEND, Painter
 from engine.results import Generation
 
 _WHO_CHOOSES = f"Who chooses draft lengths where no policy is given: {', '.join(CONTROLLER_NAMES)}; default: heuristic."
+
+_COLOURS = "Tell accepted drafts, the target's tokens and rejected drafts apart by colour."
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,8 @@ class Options:
     target: str | None = None
     """The model: a bundled name, a Hugging Face folder, a .gguf file, or a hub id; default: the policy's, else
     smollm2-135m."""
-    drafter: list[str] = field(default_factory=list)
-    """Who drafts: ngram, ngram:history, model:<name>; default: the policy's, else ngram."""
+    drafter: Annotated[list[str], UseAppendAction] = field(default_factory=list)
+    """Who drafts: ngram, ngram:history, model:<name>; give it once for each; default: the policy's, else ngram."""
     precision: str | None = None
     """fp32, int8 (on the CPU), bf16 or fp16; default: the policy's, else fp32."""
     device: str = "cpu"
@@ -57,8 +60,9 @@ class Options:
     """End the answer before any of these strings."""
     raw: bool = False
     """Continue the prompt as it is instead of rendering it as a chat message."""
-    color: bool = field(default_factory=lambda: sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
-    """Tell accepted drafts, the target's tokens and rejected drafts apart by colour."""
+    color: Annotated[bool, tyro.conf.arg(help=_COLOURS, help_behavior_hint="(default: on a terminal)")] = field(
+        default_factory=lambda: sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    )
 
 
 def main(options: Options) -> None:

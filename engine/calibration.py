@@ -32,18 +32,26 @@ def cached_costs(engine: str, parts: Parts, device: str = "cpu") -> CostTable:
     """The cost table of an engine on this machine, from the cache folder, or measured now and kept there.
 
     `engine` names in one line what the costs depend on besides the machine: the target, its precision, the drafters.
-    A table that cannot be kept is used all the same, with a warning.
+    A table that cannot be kept is used all the same, with a warning. So is one of a machine that was too busy to tell,
+    which is not kept.
     """
     machine = machine_fingerprint(device)
     measured = [CONTEXTS, READINGS, ROUNDS]
     key = json.dumps([FORMAT_VERSION, engine, machine, sorted(parts.drafters), list(parts.menu.lengths), measured])
     path = cache_folder() / "costs" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
     try:
-        return CostTable.from_json(json.loads(path.read_text(encoding="utf-8")))
+        costs = CostTable.from_json(json.loads(path.read_text(encoding="utf-8")))
+        if (costs.engine, costs.machine) == (engine, machine) and costs.covers(
+            parts.menu.lengths, tuple(parts.drafters)
+        ):
+            return costs
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass  # never measured, damaged, or by a version that wrote another form
-    print("draftgate: calibrating costs on this machine", file=sys.stderr, flush=True)
+    print("draftgate: calibrating costs on this machine, once; up to a minute", file=sys.stderr, flush=True)
     costs = calibrate(parts, CONTEXTS, ROUNDS, device, engine)
+    if warning := noise_warning(costs):
+        print(f"draftgate: {warning}", file=sys.stderr, flush=True)
+        return costs
     try:
         write_json(path, costs.to_json())
     except StorageError as error:
@@ -86,7 +94,7 @@ def noise_warning(costs: CostTable) -> str | None:
     if costs.spread <= NOISY:
         return None
     found = f"the times of a plain step spread by {costs.spread:.0%} here, beyond {NOISY:.0%}"
-    return f"{found}: these costs are not to be trusted; stop what else runs and calibrate anew"
+    return f"{found}: these costs are not to be trusted and not kept; stop what else runs and start again"
 
 
 _DRAFTING = ("draft", "draft_call", "draft_read")

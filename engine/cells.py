@@ -48,5 +48,8 @@ class Cells:
     @classmethod
     def from_json(cls, document: Sequence[dict[str, Any]], names: Sequence[str]) -> Cells:
         """The inverse of `to_json`. Raises `KeyError`, `TypeError` or `ValueError` on another form."""
-        features = tuple((str(f["feature"]), tuple(float(e) for e in f["edges"])) for f in document)
+        try:
+            features = tuple((str(f["feature"]), tuple(float(e) for e in f["edges"])) for f in document)
+        except OverflowError as error:
+            raise ValueError(str(error)) from error
         return cls(features, tuple(names))

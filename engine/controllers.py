@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any, Protocol
 
 from engine.cost_model import CostModel
@@ -89,9 +90,21 @@ class ForeignController(BaseController):
 
 
 def completed(controller: Controller | Foreign) -> Controller:
-    """The controller itself where it has all members, else wrapped. Raises `ControllerError` where it cannot choose."""
+    """The controller itself where it has all members, else wrapped.
+
+    Raises `ControllerError` where it cannot choose, or where what it has of the other members is of no use.
+    """
+    if isinstance(controller, type):
+        raise ControllerError(f"{controller.__name__} is a class; give an object of it")
+    kind = type(controller).__name__
     if not callable(getattr(controller, "choose", None)):
-        raise ControllerError(f"{type(controller).__name__} is no controller; give a name, a policy, or define choose")
+        raise ControllerError(f"{kind} is no controller; give a name, a policy, or define choose")
+    if not callable(getattr(controller, "observe", completed)):
+        raise ControllerError(f"observe of {kind} cannot be called; make it a method, or leave it out")
+    cut = getattr(controller, "min_confidence", 0.0)
+    real = isinstance(cut, Real) and not isinstance(cut, bool)
+    if not (real and 0.0 <= cut <= 1.0):
+        raise ControllerError(f"min_confidence of {kind} is {cut!r:.40}; give a number from 0 to 1")
     members = ("name", "needs_observation", "min_confidence", "observe")
     if all(hasattr(controller, member) for member in members):
         return controller  # type: ignore[return-value]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+SHORTEST, LONGEST = 1e-9, 1e6  # seconds that a pass can take
 QUARTILE = 0.6744897501960817  # of the standard normal distribution
 
 
@@ -80,12 +80,12 @@ class CostTable:
             raise ValueError("the contexts of a cost table must ascend")
         if 0 not in self.verify or any(len(times) != len(self.contexts) for times in self.verify.values()):
             raise ValueError("a cost table needs the plain step, and one time a context for each draft length")
-        if not all(0.0 < s < math.inf for s in seconds):
-            raise ValueError("the times of a cost table must be positive")
+        if not all(SHORTEST <= s <= LONGEST for s in seconds):
+            raise ValueError(f"the times of a cost table must lie between {SHORTEST} and {LONGEST} seconds")
         drafting = [s for times in (self.draft, self.draft_call, self.draft_read) for s in times.values()]
         other = [getattr(self, name) for name in ("spread", "prefill", *_BOOKKEEPING)]
-        if not all(0.0 <= s < math.inf for s in (*other, *drafting, *self.reading.values())):
-            raise ValueError("the spread, draft, prefill and other times of a cost table must be finite")
+        if not all(0.0 <= s <= LONGEST for s in (*other, *drafting, *self.reading.values())):
+            raise ValueError(f"the spread, draft, prefill and other times of a cost table must lie from 0 to {LONGEST}")
         if list(self.reading) != sorted(self.reading) or any(tokens < 1 for tokens in self.reading):
             raise ValueError("the prompt lengths of a cost table must ascend")
 
@@ -193,6 +193,13 @@ class CostTable:
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> CostTable:
         """The inverse of `to_json`. Raises `KeyError`, `TypeError` or `ValueError` on a document of another form."""
+        try:
+            return cls._from_json(document)
+        except OverflowError as error:
+            raise ValueError(str(error)) from error
+
+    @classmethod
+    def _from_json(cls, document: Mapping[str, Any]) -> CostTable:
         return cls(
             contexts=tuple(int(c) for c in document["contexts"]),
             verify={int(k): tuple(float(s) for s in v) for k, v in document["verify"].items()},

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 from transformers.utils.hub import cached_file
 
-from engine.checkpoint import Checkpoint
+from engine.checkpoint import Checkpoint, load_whole
 from engine.kernels.int8_linear import quantise_linears
 from engine.kernels.packed import can_pack, pack_linears
 from engine.lean import LeanRunner, can_run_lean
@@ -24,7 +24,7 @@ def packed_runner(folder: str, precision: str, lean: bool = True) -> tuple[Runne
     """
     config = AutoConfig.from_pretrained(folder)
     if not (lean and can_run_lean(config)):
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
+        model = load_whole(folder, torch.float32)
         if precision == "int8":
             quantise_linears(model)
         elif can_pack():

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.utils import logging as hf_logging
 from transformers.utils.hub import cached_file
 
+from engine.checkpoint import load_whole
 from engine.errors import (
     DeviceError,
     ModelFileError,
@@ -208,7 +209,7 @@ def _unreadable(folder: str, error: Exception) -> ModelFileError:
 
 def _plain_runner(folder: str, dtype: torch.dtype, device: str, exact: str | None) -> tuple[Runner, Any]:
     """A runner over transformers' own model, and the model's generation config."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True)
+    model = load_whole(folder, dtype)
     model.to(device)
     runner = HFRunner(model) if device == "cpu" else static_or_plain(model, exact)
     return runner, model.generation_config

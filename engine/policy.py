@@ -64,6 +64,17 @@ class Policy:
         cut = self.min_confidence
         if not isinstance(cut, int | float) or isinstance(cut, bool) or not 0.0 <= cut <= 1.0:
             raise PolicyError(f"the policy's min_confidence is {cut!r}; give a number from 0 to 1")
+        if isinstance(self.head, ConstantHead):
+            self._check_constant(self.head.action)
+
+    def _check_constant(self, action: int) -> None:
+        if not 0 <= action < len(self.menu):
+            raise PolicyError(f"the policy's constant action {action} is not in its menu {self.menu}; export it again")
+        if not self.menu[action].reuse:
+            raise PolicyError(
+                f"the policy's constant action {self.menu[action]} does not reuse, which a mask may exclude; "
+                "give a reusing entry"
+            )
 
     def decide(self, vector: np.ndarray, mask: Sequence[bool]) -> int:
         """The action for an observation vector `[features]` under a mask `[len(menu)]`."""

@@ -133,6 +133,10 @@ class ConstantHead:
     action: int
     kind: ClassVar[str] = "constant"
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.action, int) or isinstance(self.action, bool):
+            raise PolicyError(f"the policy's constant action is {self.action!r}; give the index of a menu entry")
+
     def decide(self, vector: np.ndarray | None, mask: Sequence[bool]) -> int:
         return self.action
 
@@ -146,10 +150,9 @@ class ConstantHead:
     def load(
         cls, settings: Mapping[str, Any], tensors: Mapping[str, np.ndarray], names: Sequence[str], actions: int
     ) -> ConstantHead:
-        head = cls(int(settings["action"]))
-        if tensors or not 0 <= head.action < actions:
-            raise PolicyError("the policy's constant action is not in its menu; export it again")
-        return head
+        if tensors:
+            raise PolicyError("the policy's constant action comes with tensors; export it again")
+        return cls(settings["action"])
 
 
 @dataclass(frozen=True)
@@ -229,12 +232,15 @@ class MLPHead:
 
 
 def _best(scores: list[float], mask: Sequence[bool]) -> int:
-    """The allowed action of the highest score; a loop over some numbers is faster than any array operation."""
+    """The allowed action of the highest score, or the first allowed one where every score is NaN or minus infinity.
+
+    A loop over some numbers is faster than any array operation.
+    """
     best, highest = -1, -math.inf
     for action, score in enumerate(scores):
         if score > highest and mask[action]:
             best, highest = action, score
-    return best
+    return best if best >= 0 else list(mask).index(True)
 
 
 HEADS: dict[str, type[TableHead] | type[LinearHead] | type[MLPHead] | type[ConstantHead]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -30,6 +31,8 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     Raises `StorageError` where the disk is full or the folder cannot be written; `path` then is as it was.
     """
     with _storage_errors(path):
+        if path.exists() and not (path.is_file() or path.is_dir()):  # a device would become a file
+            raise OSError(errno.EINVAL, "it is no regular file")
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         os.close(handle)

@@ -59,8 +59,11 @@ def record(
     if not 1 <= max_k <= MOST_K:
         raise SettingError(f"max_k is {max_k}; give 1 to {MOST_K}")
     key = recording_key(decoder, workload, max_new_tokens, max_k)
-    folder = folder or cache_folder() / "traces" / key
+    ours, folder = folder is None, folder or cache_folder() / "traces" / key
     kept = _kept(folder)
+    if kept is not None and kept.fingerprint != key and ours:
+        warnings.warn(f"{folder} holds another recording than it is named after; it is recorded anew now", stacklevel=2)
+        kept = None
     if kept is None:
         kept = _record(decoder, workload, (max_new_tokens, max_k), folder, key, progress)
     if kept.fingerprint != key:

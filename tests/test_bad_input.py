@@ -361,16 +361,18 @@ def test_nan_logits_leave_the_request_and_the_cache_as_they_were(settings: dict[
     parts.prefix_cache.check_integrity()
 
 
-def test_a_model_of_nan(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("settings", [{}, {"precision": "int8"}, {"precision": "bf16"}, {"exact": "off"}])
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path, settings: dict[str, str], number: float) -> None:
     folder = save_tiny(tmp_path)
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(folder / "model.safetensors")
-    tensors["lm_head.weight"][7] = float("nan")
+    tensors["model.layers.1.mlp.up_proj.weight"][7, 3] = number
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    decoder = SpeculativeDecoder.from_pretrained(str(folder), controller="plain")
-    message = raised(NumericalError, lambda: decoder.generate(PROMPT, 4))
-    assert message.startswith("the target's logits are not finite; ")
+    message = raised(errors.ModelFileError, lambda: SpeculativeDecoder.from_pretrained(str(folder), **settings))
+    told = "model.layers.1.mlp.up_proj.weight holds numbers that are not finite; fetch the model again"
+    assert message == told
 
 
 # -- policies and workloads ---------------------------------------------------------------------------------------

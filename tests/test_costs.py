@@ -306,7 +306,8 @@ def test_without_lengths_only_the_plain_step_is_timed(monkeypatch: pytest.Monkey
     assert costs.draft == {}
 
 
-def test_noise_is_warned_of() -> None:
+def test_noise_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "NOISY", 0.15)
     assert noise_warning(replace(TABLE, spread=calibration.NOISY)) is None
     line = noise_warning(replace(TABLE, spread=0.2))
     assert line is not None
@@ -315,7 +316,8 @@ def test_noise_is_warned_of() -> None:
     )
 
 
-def test_a_tiny_model_has_positive_times_everywhere() -> None:
+def test_a_tiny_model_has_positive_times_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "READINGS", (16, 64, 256, 768))
     loaded = load_tiny("llama")
     drafters = [NGramDrafter(), tiny_model_drafter(loaded)]
     parts = make_parts(loaded, drafters, "reuse/0,reuse/1,reuse/3,reuse/model/8")
@@ -435,8 +437,16 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str,
 
     def fake(parts: Any, contexts: Any, rounds: int, device: str, engine: str) -> CostTable:
         calls.append(tuple(parts.drafters))
-        return replace(TABLE, prefill=float(len(calls)), machine=machine_fingerprint(device), engine=engine)
+        return replace(
+            TABLE,
+            prefill=float(len(calls)),
+            machine=calibration.machine_fingerprint(device),
+            engine=engine,
+            verify=dict.fromkeys((0, *parts.menu.lengths), TABLE.verify[0]),
+            draft=dict.fromkeys(parts.drafters, 0.5),
+        )
 
+    monkeypatch.setattr(calibration, "NOISY", 0.15)
     monkeypatch.setenv("DRAFTGATE_CACHE", str(tmp_path))
     monkeypatch.setattr(calibration, "calibrate", fake)
     return calls
@@ -454,7 +464,7 @@ def some(drafters: str = "a", lengths: str = "24") -> Any:
 
 def test_measured_once(measured: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = cached_costs("e", some(lengths="42"))
-    assert capsys.readouterr().err == "draftgate: calibrating costs on this machine\n"
+    assert capsys.readouterr().err == "draftgate: calibrating costs on this machine, once; up to a minute\n"
     assert cached_costs("e", some(lengths="24")) == first
     assert capsys.readouterr().err == ""
     assert len(measured) == len(files(tmp_path)) == 1
@@ -489,6 +499,25 @@ def test_costs_that_cannot_be_kept_are_used_all_the_same(
         with pytest.warns(UserWarning, match="the measured costs are not kept .*cannot write .*costs"):
             assert cached_costs("e", some()).prefill == count
     assert len(measured) == 2
+
+
+def test_costs_of_a_busy_machine_are_used_and_not_kept(
+    measured: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(calibration, "NOISY", TABLE.spread / 2)
+    assert [cached_costs("e", some()).prefill for _ in range(2)] == [1.0, 2.0]
+    assert capsys.readouterr().err.count("are not to be trusted and not kept") == 2
+    assert not (tmp_path / "costs").exists()
+
+
+@pytest.mark.parametrize("changed", [{"engine": "another"}, {"machine": "another"}, {"verify": {"0": [1.0, 1.0]}}])
+def test_kept_costs_of_something_else_are_measured_anew(
+    measured: list[Any], tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    cached_costs("e", some())
+    (file,) = files(tmp_path)
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    assert [cached_costs("e", some()).prefill for _ in range(2)] == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("text", [b"", b"\xff", b"{", b"[" * 100_000, *(json.dumps(d).encode() for d in BROKEN)])

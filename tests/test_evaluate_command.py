@@ -19,6 +19,7 @@ from engine.decoder import SpeculativeDecoder
 from engine.guard import Guard
 from engine.menu import parse_menu
 from engine.results import Generation
+from envs.workloads import load_workload
 
 ROOT = Path(evaluate.__file__).parent
 ROWS = [
@@ -260,6 +261,17 @@ def test_every_fixed_length_of_every_drafter_and_every_cut_is_an_arm(policy: Pat
     assert list(arms) == [*ARMS[:3], "fresh", "threshold:0.5", "policy ucb", "policy cut", "policy same"]
     assert (arms["threshold:0.5"], arms["policy cut"]) == ("threshold:0.5", cut)
     assert list(evaluate.make_arms({Path("two"): cut}, ["threshold:.50"]))[3:] == ["threshold:.50", "policy cut"]
+
+
+def test_other_prompts_than_the_training_s_are_told(
+    policy: Path, workload: Path, command: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = load_workload(str(workload), "test")
+    monkeypatch.setattr(evaluate, "load_workload", lambda *_: small)
+    told = f"{policy} was trained on other prompts than the bundled ones; for those give --workload {workload}\n"
+    words = ("--policy", policy, "--requests", 1, "--max-new-tokens", 8)
+    assert told in command(evaluate, *words)[2]
+    assert told not in command(evaluate, *words, "--workload", workload)[2]
 
 
 def test_a_misspelt_option_ends_with_code_2(

@@ -115,6 +115,13 @@ def test_a_mask_is_obeyed_and_the_first_of_equal_scores_wins(make: Callable[[], 
 
 
 @heads
+def test_scores_that_are_no_numbers_leave_the_first_allowed_action(make: Callable[[], LinearHead | MLPHead]) -> None:
+    vector = np.full(FEATURES, np.nan, np.float32)
+    assert make().decide(vector, [False, True, False, *[True] * (ACTIONS - 3)]) == 1
+    assert make().decide(vector, np.ones(ACTIONS, dtype=bool)) == 0
+
+
+@heads
 def test_a_policy_comes_back_from_its_folder_bit_for_bit(
     make: Callable[[], LinearHead | MLPHead], tmp_path: Path
 ) -> None:

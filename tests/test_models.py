@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import load_file, save_file
 from tiny_models import TARGETS, eos_id, load_tiny, save_tiny, tiny_model, tiny_tokenizer
 
 from engine import models
@@ -170,6 +171,49 @@ def test_a_folder_without_weights(folder: Path) -> None:
     with pytest.raises(ModelFileError) as caught:
         load_model(str(folder))
     assert str(caught.value) == f"{folder} holds no model.safetensors; save the model with save_pretrained"
+
+
+LOADS: list[dict[str, Any]] = [{"precision": p} for p in ("fp32", "int8", "bf16", "fp16")] + [{"exact": "off"}]
+
+
+@pytest.mark.parametrize("settings", LOADS, ids=str)
+def test_a_tensor_that_is_missing_is_named(folder: Path, settings: dict[str, Any]) -> None:
+    """transformers would fill it with random numbers."""
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelFileError, match=r"lacks the tensors? model\.layers\.1\.mlp\.up_proj\.weight; fetch"):
+        load_model(str(folder), **settings)
+
+
+@pytest.mark.parametrize("settings", LOADS, ids=str)
+def test_a_tied_head_is_not_missing(tmp_path: Path, settings: dict[str, Any]) -> None:
+    folder = save_tiny(tmp_path, tie_word_embeddings=True)
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+    assert load_model(str(folder), **settings).runner.vocab_size == len(tiny_tokenizer())
+
+
+def test_many_missing_tensors_are_counted(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if "layers.0" not in name}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelFileError, match=r"input_layernorm\.weight, .* and 6 more; fetch the model again"):
+        load_model(str(folder), "bf16")
+
+
+def test_weights_beyond_fp16_are_told_apart_from_damage(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"][0, 0] = 1e6
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelFileError, match=r"lm_head\.weight holds .* not finite in fp16; .* wider precision"):
+        load_model(str(folder), "fp16")
+    load_model(str(folder), "bf16")
+
+
+def test_a_model_without_layers_is_refused(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, num_hidden_layers=0)
+    with pytest.raises(UnsupportedModelError, match="has no layers; use one that has"):
+        load_model(str(folder), "bf16")
 
 
 @pytest.mark.parametrize("end", [0, 5, 100, -1000])

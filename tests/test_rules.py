@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from agents.seeds import Trained
 from agents.validation import validate
 from engine.controllers import make_controller
 from engine.errors import PolicyError
-from engine.menu import parse_menu
+from engine.menu import Action, parse_menu
 from engine.policy import Policy, load_policy
 from engine.policy_heads import ConstantHead
 from envs.vector import run_controller
@@ -85,7 +86,18 @@ def test_a_rule_is_a_policy_that_looks_at_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("action", [-1, len(MENU), 99])
-def test_a_constant_outside_the_menu_is_refused(tmp_path: Path, action: int) -> None:
-    Policy("rule", MENU, ConstantHead(action), COSTS).save(tmp_path)
-    with pytest.raises(PolicyError, match="constant action is not in its menu; export it again"):
-        load_policy(tmp_path)
+def test_a_constant_outside_the_menu_is_refused(action: int) -> None:
+    with pytest.raises(PolicyError, match=f"constant action {action} is not in its menu .*; export it again"):
+        Policy("rule", MENU, ConstantHead(action), COSTS)
+
+
+def test_a_constant_that_a_mask_may_exclude_is_refused() -> None:
+    fresh = MENU.actions.index(Action(reuse=False, k=0))
+    with pytest.raises(PolicyError, match="constant action fresh/0 does not reuse"):
+        Policy("rule", MENU, ConstantHead(fresh), COSTS)
+
+
+@pytest.mark.parametrize("action", [True, 1.0, "1", None])
+def test_a_constant_that_is_no_index_is_refused(action: Any) -> None:
+    with pytest.raises(PolicyError, match=f"constant action is {action!r}; give the index of a menu entry"):
+        ConstantHead(action)

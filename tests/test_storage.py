@@ -80,6 +80,14 @@ def test_a_device_that_is_full(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
+def test_a_device_stays_a_device(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(StorageError, match="pipe: it is no regular file; "):
+        write_json(tmp_path / "pipe", {})
+    assert (tmp_path / "pipe").is_fifo()
+    assert names(tmp_path) == ["pipe"]
+
+
 def test_places_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "folder" / "inner").mkdir(parents=True)

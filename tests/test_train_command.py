@@ -21,11 +21,12 @@ import agents.seeds
 import train
 from agents.curve import read_curves
 from agents.material import Material
-from agents.run_folder import CARD_FILE, CHECK_FILE, COSTS_FILE
+from agents.run_folder import CARD_FILE, CHECK_FILE, COSTS_FILE, RunFolder
 from agents.trainers import MACHINES
 from agents.training import STATE_FILE, STRETCHES
 from agents.validation import Validation
 from engine import load_policy
+from engine.errors import SettingError
 from engine.exactness import MODES
 from engine.policy import Policy
 from engine.policy_heads import ConstantHead
@@ -539,6 +540,73 @@ def test_a_policy_without_its_run_is_not_lost_either(run: Run, out: Path) -> Non
     assert f"{out} holds a run; " in run("--steps", 8)[2]
 
 
+@pytest.mark.parametrize("name", ["README.md", "config.json", "seeds/list.txt"])
+def test_files_that_no_run_made_are_never_lost(run: Run, out: Path, name: str) -> None:
+    (out / name).parent.mkdir(parents=True)
+    (out / name).write_text('{"model_type": "llama"}')
+    before = contents(out)
+    for words in ([], ["--overwrite"]):
+        code, _, stderr = run(*words)
+        told = f"{out} holds files that no training made, which would be lost; choose another --out"
+        assert (code, stderr) == (2, f"draftgate: error: {told}\n")
+    assert contents(out) == before
+
+
+def test_a_folder_is_one_training_s_at_a_time(run: Run, out: Path) -> None:
+    first = RunFolder(out, {})
+    first.lock()
+    code, _, stderr = run("--steps", 8)
+    assert code == 2
+    assert f"error: another training is at work in {out}; wait for its end" in stderr.splitlines()[-1]
+    assert {path.name for path in out.iterdir()} == {".lock"}
+    first.release()
+    assert run("--steps", 8)[0] == 0
+    with pytest.raises(SettingError, match="holds a run"):  # which has come since this one was checked
+        first.lock()
+    first.release()
+    assert not (out / ".lock").exists()
+
+
+@pytest.mark.parametrize("other", [["--seed", 1], ["--agent", "thompson"], ["--menu", "reuse/0,reuse/2"]])
+def test_a_seed_of_another_run_is_trained_anew(run: Run, out: Path, tmp_path: Path, other: list[object]) -> None:
+    run()
+    before, theirs = tensors(out), tmp_path / "theirs"
+    run("--out", theirs, *other)
+    shutil.rmtree(out / "seeds" / "0")
+    (folder,) = (theirs / "seeds").iterdir()
+    shutil.copytree(folder, out / "seeds" / "0")
+    code, _, stderr = run("--resume")
+    assert code == 0, stderr
+    assert f"{out / 'seeds' / '0'} is of another run; seed 0 is trained anew\n" in stderr
+    assert tensors(out) == before
+
+
+def test_all_settings_that_differ_are_named_at_once(run: Run, out: Path) -> None:
+    run("--steps", 8)
+    stderr = run("--steps", 16, "--seed", 1, "--resume")[2]
+    assert f"{out} was trained with steps 8 (now 16), seed 0 (now 1); give the same" in stderr
+
+
+def test_an_interrupted_run_says_how_to_go_on(run: Run, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run("--steps", 8)
+    STAGES["a training"](monkeypatch)
+    stderr = run("--overwrite")[2]
+    (line,) = re.findall("^to go on: (.*)$", stderr, re.MULTILINE)
+    command = shlex.split(json.loads((out / "config.json").read_text())["command"])
+    assert shlex.split(line) == [word for word in command if word != "--overwrite"] + ["--resume"]
+
+
+def test_few_requests_to_learn_from_are_told(run: Run) -> None:
+    assert "3 training requests are few to learn from; give 20 or more\n" in run("--steps", 8)[2]
+
+
+def test_the_card_names_the_command_that_judges_this_policy(run: Run, tmp_path: Path, workload: Path) -> None:
+    odd = tmp_path / "it's here"
+    run("--out", odd, "--steps", 8)
+    words = ["python", "evaluate.py", "--policy", str(odd), "--workload", str(workload), "--split", "test"]
+    assert (odd / CARD_FILE).read_text(encoding="utf-8").count(f"`{shlex.join(words)}`") == 2
+
+
 def test_there_must_be_something_to_resume(run: Run, out: Path) -> None:
     code, _, stderr = run("--resume")
     assert code == 2
@@ -768,6 +836,12 @@ def test_a_misspelt_option_ends_with_code_2(
         (["--steps", "-4"], "--steps is -4; give 1 or more"),
         (["--seed", "-1"], "--seed is -1; give 0 or more"),
         (["--seeds", "0"], "--seeds is 0; give 1 or more"),
+        (["--seeds", "1001"], "--seeds is 1001; give 1000 or less"),
+        (["--seed", "4294967296"], "come to seed 4294967296; give seeds up to 4294967295"),
+        (["--seed", "4294967295", "--seeds", "2"], "come to seed 4294967296; give seeds up to 4294967295"),
+        (["--out", ""], "--out is empty or no folder of the run's own"),
+        (["--out", "."], "--out is empty or no folder of the run's own"),
+        (["--out", "a\udcff"], "--out 'a\\udcff' is not UTF-8; give a name that is"),
         (["--max-new-tokens", "0"], "--max-new-tokens is 0; give 1 or more"),
         (["--check-requests", "-1"], "--check-requests is -1; give 0 or more"),
         (["--prefix-cache-mib", "-1"], "--prefix-cache-mib is -1; give 0 or more"),
