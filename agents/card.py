@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -118,7 +119,7 @@ def _use(policy: Policy, folder: Path) -> str:
     heeds = policy.provenance["costs"] != "measured"
     return (
         "## Load it\n\n```python\nfrom engine import SpeculativeDecoder, load_policy\n\n"
-        f"decoder = SpeculativeDecoder.from_pretrained(controller=load_policy({str(folder)!r}))\n"
+        f"decoder = SpeculativeDecoder.from_pretrained(controller=load_policy({json.dumps(str(folder), ensure_ascii=False)}))\n"
         'print(decoder.generate([{"role": "user", "content": "Name three rivers."}]).text)\n```\n\n'
         "The engine is then the one of the training, unless told otherwise. Where the machine is another one, its "
         "costs are calibrated\nin seconds"

@@ -26,7 +26,7 @@ from engine import Policy, SpeculativeDecoder
 from engine.calibration import noise_warning
 from engine.costs import CostTable
 from engine.storage import write_json
-from envs.recorder import record
+from envs.recorder import kept_in, record
 from envs.workloads import Workload
 
 FEW_REQUESTS = 20  # below that a policy learns little but its own prompts
@@ -77,6 +77,7 @@ class Pipeline:
         counts = f"{train.num_requests} training and {validation.num_requests} validation requests"
         with stage("recording", f"{counts}, or their traces from the cache folder"):
             traces = take(train), take(validation)
+        say(f"traces: {' and '.join(str(kept_in(each.fingerprint)) for each in traces)}")
         cut = tuned_cut(traces[0], tables, self.menu)
         if len(tables) == 1:
             say(f"cut: drafts end before the first token of less confidence than {cut:g}, tuned on training requests")

@@ -59,7 +59,7 @@ def record(
     if not 1 <= max_k <= MOST_K:
         raise SettingError(f"max_k is {max_k}; give 1 to {MOST_K}")
     key = recording_key(decoder, workload, max_new_tokens, max_k)
-    ours, folder = folder is None, folder or cache_folder() / "traces" / key
+    ours, folder = folder is None, folder or kept_in(key)
     kept = _kept(folder)
     if kept is not None and kept.fingerprint != key and ours:
         warnings.warn(f"{folder} holds another recording than it is named after; it is recorded anew now", stacklevel=2)
@@ -69,6 +69,11 @@ def record(
     if kept.fingerprint != key:
         raise TraceError(f"{folder} holds a recording of another engine, workload or length; choose another folder")
     return kept
+
+
+def kept_in(key: str) -> Path:
+    """The cache's folder for a recording."""
+    return cache_folder() / "traces" / key
 
 
 def recording_key(decoder: SpeculativeDecoder, workload: Workload, max_new_tokens: int, max_k: int) -> str:
