@@ -117,9 +117,10 @@ def _judging(policy: Policy, folder: Path) -> str:
 
 def _use(policy: Policy, folder: Path) -> str:
     heeds = policy.provenance["costs"] != "measured"
+    name = json.dumps(str(folder), ensure_ascii=False)
     return (
         "## Load it\n\n```python\nfrom engine import SpeculativeDecoder, load_policy\n\n"
-        f"decoder = SpeculativeDecoder.from_pretrained(controller=load_policy({json.dumps(str(folder), ensure_ascii=False)}))\n"
+        f"decoder = SpeculativeDecoder.from_pretrained(controller=load_policy({name}))\n"
         'print(decoder.generate([{"role": "user", "content": "Name three rivers."}]).text)\n```\n\n'
         "The engine is then the one of the training, unless told otherwise. Where the machine is another one, its "
         "costs are calibrated\nin seconds"

@@ -191,7 +191,7 @@ def test_the_card_tells_what_was_measured(run: Run, out: Path, workload: Path) -
     check = json.loads((out / CHECK_FILE).read_text(encoding="utf-8"))
     assert re.search(rf"^policy ucb +[\d.]+ +{check['arms'][-1]['speedup']:.3f} ", card, re.MULTILINE)
     assert str(workload) in card
-    assert f"load_policy({str(out)!r})" in card
+    assert f'load_policy("{out}")' in card
     assert all(f"\n## {part}\n" in card for part in ("Trained on", "Load it", "Limits", "Origin"))
     run("--seed", 7, "--overwrite")
     assert "Not checked." in (out / "README.md").read_text(encoding="utf-8")
