@@ -20,6 +20,7 @@ import numpy as np
 
 from engine.costs import CostTable
 from engine.menu import Menu
+from engine.observation import MODEL
 
 CONTEXTS = (128, 768)
 MARGIN = 0.02  # mean difference over the verify ratios that a draw keeps from every held-out vector
@@ -51,7 +52,7 @@ def random_costs(rng: np.random.Generator, menu: Menu) -> CostTable:
 def held_out_costs(name: str, menu: Menu) -> CostTable:
     """The table of a vector of `HELD_OUT`, for a menu; a drafter that is a model costs more than one that looks up."""
     figures = HELD_OUT[name]
-    draft = np.array([figures["model"] if d.startswith("model:") else figures["look-up"] for d in menu.drafters])
+    draft = np.array([figures["model"] if d.startswith(MODEL) else figures["look-up"] for d in menu.drafters])
     verify = _ratios(name, np.arange(max(menu.lengths, default=0) + 1))
     return _table(menu, verify, 0.02, 1.1, draft, figures["prefill"], figures["observe"], name)
 

@@ -56,6 +56,7 @@ class Session:
     def __init__(self, parts: Parts, request: Request) -> None:
         started = time.perf_counter()
         self._parts, self._request = parts, request
+        self._certain = shows_certainty(parts.menu)
         self.tokens: list[int] = list(request.tokens)
         self.steps: list[StepRecord] = []
         self.finish_reason: FinishReason | None = None
@@ -97,8 +98,7 @@ class Session:
 
     def observe(self) -> Observation:
         """What is known before the next step. Asking changes nothing that a later observation or step depends on."""
-        certain = shows_certainty(self._parts.menu)
-        top_probability, entropy = certainty(self.newest_logits) if certain else (0.0, 0.0)
+        top_probability, entropy = certainty(self.newest_logits) if self._certain else (0.0, 0.0)
         return Observation(
             prefill_pending=not self.steps,
             prompt_tokens=len(self._request.tokens),
