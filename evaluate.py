@@ -21,8 +21,10 @@ from agents.evaluation import PLAIN, Judgement, judge
 from agents.plots import plot_judgement
 from agents.report import kinds_table, table
 from engine import Policy, SpeculativeDecoder, command_line, load_policy
-from engine.controllers import fixed_name, make_controller
+from engine.controller_names import make_controller
+from engine.controllers import fixed_name, threshold_name
 from engine.costs import machine_fingerprint
+from engine.cuts import cut_of
 from engine.decoder import DEFAULT_CACHE_BYTES
 from engine.errors import PolicyError, SettingError, StorageError
 from engine.storage import write_json
@@ -163,14 +165,20 @@ def make_arms(policies: Mapping[Path, Policy], controllers: Sequence[str]) -> di
     menu = reference.menu
     made = {make_controller(name, menu, lambda: reference.costs).name for name in controllers}
     fixed = [fixed_name(menu, action) for action, entry in enumerate(menu.actions) if entry.reuse]
-    cuts = [f"threshold:{policy.min_confidence:g}" for policy in policies.values() if policy.min_confidence > 0]
-    cuts = [rule for rule in cuts if rule not in made]
+    cuts = [rule for policy in policies.values() for rule in _thresholds(policy) if rule not in made]
     arms: dict[str, str | Policy] = {name: name for name in (PLAIN, *fixed, *controllers, *cuts)}
     names = [policy.name for policy in policies.values()]
     for folder, policy in policies.items():
         where = f" in {folder}" if names.count(policy.name) > 1 else ""
         arms[f"policy {policy.name}{where}"] = policy
     return arms
+
+
+def _thresholds(policy: Policy) -> list[str]:
+    """A policy's cut of each drafter as a rule."""
+    menu, cut = policy.menu, policy.min_confidence
+    limits = {menu.longest(drafter): cut_of(cut, drafter) for drafter in menu.drafters}
+    return [threshold_name(menu, longest, limit) for longest, limit in limits.items() if limit > 0]
 
 
 if __name__ == "__main__":

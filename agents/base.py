@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from engine.costs import CostTable
+from engine.cuts import Cut
 from engine.menu import Menu
 from engine.policy_heads import Head
 from envs.trace import TraceSet
@@ -59,7 +60,7 @@ class BatchLearner(Protocol):
         costs: Sequence[CostTable],
         seed: int = 0,
         on_round: OnRound = ...,
-        min_confidence: float = 0.0,
+        min_confidence: Cut = 0.0,
     ) -> Head:
         """The decision function that serves the training requests best under all of these costs; a seed decides all.
 

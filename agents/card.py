@@ -15,6 +15,7 @@ from agents.run_folder import CARD_FILE
 from agents.trainers import BANDITS
 from agents.validation import Validation
 from engine import Policy
+from engine.cuts import described
 from engine.policy_heads import ConstantHead
 from engine.storage import write_atomically
 from envs.workloads import BUNDLED
@@ -45,7 +46,7 @@ def _title(policy: Policy) -> str:
                 "target": f"{policy.target}, {policy.precision}, exactness {told['exactness']}",
                 "drafters": ", ".join(policy.menu.drafters),
                 "menu": str(policy.menu),
-                "cut": f"drafts end before the first token of less confidence than {policy.min_confidence:g}",
+                "cut": f"drafts end before the first token of less confidence than {described(policy.min_confidence)}",
                 "device": told["device"],
             }
         )

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from engine import Generation, Policy, SpeculativeDecoder
-from engine.controllers import Controller, make_controller
+from engine.controller_names import make_controller
+from engine.controllers import Controller
 from engine.errors import PromptError
 from engine.results import Counters
 from envs.dialogue import Dialogue, Turn

@@ -20,8 +20,9 @@ from agents.network import run_head
 from agents.oracle import optimum
 from agents.report import aligned
 from agents.step_table import step_table, with_every_length
-from engine.controllers import make_controller
+from engine.controller_names import make_controller
 from engine.costs import CostTable
+from engine.cuts import Cut
 from engine.menu import Menu
 from engine.policy_heads import Head
 from envs.trace import TraceSet
@@ -125,7 +126,7 @@ def judge_gap(
     costs: CostTable,
     learned: Mapping[str, Sequence[Head]],
     others: Mapping[str, Sequence[np.ndarray]] | None = None,
-    cuts: Mapping[str, float] | None = None,
+    cuts: Mapping[str, Cut] | None = None,
 ) -> Gap:
     """Judge the baselines, what was learned, and the limits.
 

@@ -7,89 +7,77 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.controllers import fixed_name
+from agents.evaluation import PLAIN
+from agents.rules import Rule, fixed_rule, fixed_rules, threshold_rules
+from agents.some_costs import best_fixed
 from engine.costs import CostTable
+from engine.cuts import Cut
 from engine.menu import Menu
 from envs.trace import TraceSet
-from envs.vector import rollout
-
-THRESHOLDS = (
-    0.0,
-    0.05,
-    0.1,
-    0.15,
-    0.2,
-    0.25,
-    0.3,
-    0.35,
-    0.4,
-    0.45,
-    0.5,
-    0.55,
-    0.6,
-    0.65,
-    0.7,
-    0.75,
-    0.8,
-    0.85,
-    0.9,
-    0.95,
-)
 
 
 @dataclass(frozen=True, eq=False)
 class Tried:
-    """Every candidate on every request.
+    """Every rule on every request.
 
     Attributes:
-        names: one a candidate, as `make_controller` reads it where it can.
-        seconds: float64 `[candidates, R]`.
+        rules: what was tried.
+        seconds: float64 `[rules, R]`.
     """
 
-    names: tuple[str, ...]
+    rules: tuple[Rule, ...]
     seconds: np.ndarray
 
     @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(rule.name for rule in self.rules)
+
+    @property
     def best(self) -> int:
-        """The candidate of the least time over all requests; of equal ones the first."""
+        """The place of the rule of the least time over all requests; of equal ones the first."""
         return int(self.seconds.sum(axis=1).argmin())
 
     @property
     def best_of_each(self) -> np.ndarray:
-        """Seconds `[R]` if every request had the candidate that suits it best: no rule, but a limit for choosing by
-        the request alone."""
+        """Seconds `[R]` if every request had the rule that suits it best: no rule, but a limit for choosing by the
+        request alone."""
         return np.asarray(self.seconds.min(axis=0))
 
 
 def try_fixed(traces: TraceSet, costs: CostTable, menu: Menu) -> Tried:
     """Every reusing entry of the menu, taken throughout; the plain step is among them."""
-    actions = [action for action, entry in enumerate(menu.actions) if entry.reuse]
-    seconds = [rollout(traces, costs, menu, action, observed=False).seconds for action in actions]
-    return Tried(tuple(fixed_name(menu, action) for action in actions), np.array(seconds))
+    return _try(fixed_rules(menu), traces, costs, menu)
 
 
-def try_thresholds(
-    traces: TraceSet,
-    costs: CostTable,
-    menu: Menu,
-    thresholds: Sequence[float] = THRESHOLDS,
-    drafter: str | None = None,
-) -> Tried:
-    """The longest draft of a drafter, else of the menu, cut where confidence falls below each of these."""
-    entries = [entry for entry in menu.actions if drafter in (None, entry.drafter)]
-    longest = menu.find(max((entry.k for entry in entries), default=0), drafter)
-    rows = [rollout(traces, costs, menu, longest, observed=False, min_confidence=each).seconds for each in thresholds]
-    return Tried(tuple(f"threshold:{each:g}" for each in thresholds), np.array(rows))
+def try_thresholds(traces: TraceSet, costs: CostTable, menu: Menu, drafters: Sequence[str] = ()) -> Tried:
+    """The longest draft of each of these drafters, by default of all, cut where confidence falls below each limit."""
+    rules = [rule for drafter in drafters or menu.drafters for rule in threshold_rules(menu, drafter)]
+    return _try(tuple(rules), traces, costs, menu)
 
 
-def tuned_cut(traces: TraceSet, costs: Sequence[CostTable], menu: Menu) -> float:
-    """The threshold under which the longest draft of the fastest drafter takes the least time.
+def tuned_cut(traces: TraceSet, costs: Sequence[CostTable], menu: Menu) -> Cut:
+    """The threshold under which the longest draft takes the least time: one for each drafter where there are several.
 
     0 where nothing is ever drafted, and for several tables: what is too little confidence hangs on what a row costs,
     so a policy for many machines has to choose lengths itself.
     """
-    if not menu.lengths or len(costs) > 1:
+    if not menu.drafters or len(costs) > 1:
         return 0.0
-    tried = [try_thresholds(traces, costs[0], menu, drafter=drafter) for drafter in menu.drafters]
-    fastest = min(tried, key=lambda one: float(one.seconds[one.best].sum()))
-    return THRESHOLDS[fastest.best]
+    tried = {drafter: try_thresholds(traces, costs[0], menu, [drafter]) for drafter in menu.drafters}
+    cuts = {drafter: each.rules[each.best].min_confidence for drafter, each in tried.items()}
+    return cuts if len(cuts) > 1 else next(iter(cuts.values()))
+
+
+def simple_rules(train: TraceSet, costs: CostTable, menu: Menu) -> tuple[Rule, ...]:
+    """Plain decoding; the fixed choice that serves these requests best, which may be the same; the drafter and
+    threshold that do, where anything is drafted."""
+    fixed, _ = best_fixed(train, menu, [costs])
+    rules = Rule(PLAIN, menu.plain), fixed_rule(menu, fixed)
+    if not menu.drafters:
+        return rules
+    tried = try_thresholds(train, costs, menu)
+    return *rules, tried.rules[tried.best]
+
+
+def _try(rules: tuple[Rule, ...], traces: TraceSet, costs: CostTable, menu: Menu) -> Tried:
+    return Tried(rules, np.array([rule.replay(traces, costs, menu) for rule in rules]))

@@ -9,6 +9,7 @@ import numpy as np
 
 from agents.network import run_head
 from engine.costs import CostTable
+from engine.cuts import Cut
 from engine.menu import Menu
 from engine.observation import ObservationSchema
 from engine.policy_heads import Head
@@ -33,7 +34,7 @@ class Material:
     menu: Menu
     costs: CostTable
     tables: Sequence[CostTable]
-    min_confidence: float = 0.0
+    min_confidence: Cut = 0.0
 
     @property
     def schema(self) -> ObservationSchema:

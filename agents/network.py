@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.costs import CostTable
+from engine.cuts import Cut
 from engine.menu import Menu
 from engine.policy_heads import HIDDEN, ConstantHead, Head, LinearHead, MLPHead
 from envs.trace import TraceSet
@@ -56,7 +57,7 @@ def exported(layers: nn.Sequential, center: np.ndarray, scale: np.ndarray) -> ML
     return MLPHead(center, scale, weights, tuple(layer.bias.detach().numpy().copy() for layer in linear))
 
 
-def run_head(traces: TraceSet, costs: CostTable, menu: Menu, head: Head, min_confidence: float = 0.0) -> Totals:
+def run_head(traces: TraceSet, costs: CostTable, menu: Menu, head: Head, min_confidence: Cut = 0.0) -> Totals:
     """A head's own choices over every trace, as `rollout`; one that looks at nothing is not charged for looking."""
     if isinstance(head, ConstantHead):
         return rollout(traces, costs, menu, head.action, observed=False, min_confidence=min_confidence)

@@ -9,6 +9,7 @@ import numpy as np
 from agents.base import Learner
 from engine.controllers import BaseController
 from engine.costs import CostTable
+from engine.cuts import Cut, cuts_of_actions
 from engine.menu import Menu
 from engine.observation import Observation, ObservationSchema
 from engine.results import StepRecord
@@ -19,16 +20,18 @@ class LearningController(BaseController):
 
     needs_observation = True
 
-    def __init__(self, learner: Learner, menu: Menu, costs: CostTable) -> None:
+    def __init__(self, learner: Learner, menu: Menu, costs: CostTable, min_confidence: Cut = 0.0) -> None:
         self.name = f"{learner.name}, learning"
-        self._learner, self._costs = learner, costs
+        self._learner, self._costs, self._cuts = learner, costs, cuts_of_actions(min_confidence, menu)
         self._schema = ObservationSchema(menu, costs)
         self._vector: np.ndarray | None = None
 
     def choose(self, observation: Observation | None, mask: Sequence[bool]) -> int:
         assert observation is not None
         self._vector = self._schema.vector(observation)
-        return self._learner.choose(self._vector, mask)
+        action = self._learner.choose(self._vector, mask)
+        self.min_confidence = self._cuts[action]
+        return action
 
     def observe(self, record: StepRecord) -> None:
         """Learn from a step that was chosen here; one that a guard took plain was chosen without an observation."""

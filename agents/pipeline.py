@@ -25,6 +25,7 @@ from agents.validation import Validation, validate
 from engine import Policy, SpeculativeDecoder
 from engine.calibration import noise_warning
 from engine.costs import CostTable
+from engine.cuts import described
 from engine.storage import write_json
 from envs.recorder import kept_in, record
 from envs.workloads import Workload
@@ -80,7 +81,7 @@ class Pipeline:
         say(f"traces: {' and '.join(str(kept_in(each.fingerprint)) for each in traces)}")
         cut = tuned_cut(traces[0], tables, self.menu)
         if len(tables) == 1:
-            say(f"cut: drafts end before the first token of less confidence than {cut:g}, tuned on training requests")
+            say(f"cut, tuned on train: drafts end before the first token of less confidence than {described(cut)}")
         self._material = Material(*traces, self.menu, costs, tables, cut)
 
     def train(self, agent: str, steps: int, seeds: Sequence[int]) -> None:

@@ -34,6 +34,7 @@ from agents.sb3_env import ReplayVecEnv
 from agents.some_costs import MeanSpeedup, best_fixed, some_of
 from agents.visits import random_walk
 from engine.costs import CostTable
+from engine.cuts import Cut
 from engine.menu import Menu
 from engine.observation import ObservationSchema
 from engine.policy_heads import HIDDEN, MLPHead
@@ -78,7 +79,7 @@ class ProximalPolicy:
         costs: Sequence[CostTable],
         seed: int = 0,
         on_round: OnRound = lambda done, speed, head: None,
-        min_confidence: float = 0.0,
+        min_confidence: Cut = 0.0,
     ) -> MLPHead:
         """The head of the iterate that served the validation requests best; the same for the same seed.
 

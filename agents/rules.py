@@ -1,4 +1,4 @@
-"""The simple rules that a learned policy has to beat: one action throughout, tuned on the training requests."""
+"""The simple rules that a learned policy has to beat: one entry of the menu throughout, cut at doubt or not."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from agents.evaluation import PLAIN
-from agents.hindsight import tuned_cut
-from agents.material import Material
-from agents.some_costs import best_fixed
-from engine.controllers import fixed_name
+from engine.controllers import fixed_name, threshold_name
+from engine.costs import CostTable
+from engine.menu import Menu
 from engine.policy_heads import ConstantHead
 from envs.trace import TraceSet
 from envs.vector import rollout
+
+THRESHOLDS = tuple(round(0.05 * step, 2) for step in range(20))
 
 
 @dataclass(frozen=True)
@@ -33,17 +33,22 @@ class Rule:
     def head(self) -> ConstantHead:
         return ConstantHead(self.action)
 
-    def replay(self, traces: TraceSet, material: Material) -> np.ndarray:
-        """Seconds `[R]` of each request at this machine's median costs."""
+    def replay(self, traces: TraceSet, costs: CostTable, menu: Menu) -> np.ndarray:
+        """Seconds `[R]` of each request at these median costs."""
         cut = self.min_confidence
-        return rollout(traces, material.costs, material.menu, self.action, observed=False, min_confidence=cut).seconds
+        return rollout(traces, costs, menu, self.action, observed=False, min_confidence=cut).seconds
 
 
-def simple_rules(material: Material) -> tuple[Rule, Rule, Rule]:
-    """Plain decoding; the fixed choice that serves the training requests best, which may be the same; the menu's
-    longest draft under the cut that was tuned on these requests."""
-    menu = material.menu
-    cut = tuned_cut(material.train, [material.costs], menu)
-    fixed, _ = best_fixed(material.train, menu, [material.costs])
-    longest = menu.find(max(menu.lengths, default=0))
-    return Rule(PLAIN, menu.plain), Rule(fixed_name(menu, fixed), fixed), Rule(f"threshold:{cut:g}", longest, cut)
+def fixed_rules(menu: Menu) -> tuple[Rule, ...]:
+    """Every reusing entry; the plain step is among them."""
+    return tuple(fixed_rule(menu, action) for action, entry in enumerate(menu.actions) if entry.reuse)
+
+
+def fixed_rule(menu: Menu, action: int) -> Rule:
+    return Rule(fixed_name(menu, action), action)
+
+
+def threshold_rules(menu: Menu, drafter: str) -> tuple[Rule, ...]:
+    """A drafter's longest draft, cut where confidence falls below each of `THRESHOLDS`."""
+    longest = menu.longest(drafter)
+    return tuple(Rule(threshold_name(menu, longest, each), longest, each) for each in THRESHOLDS)

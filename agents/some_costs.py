@@ -8,6 +8,7 @@ import numpy as np
 
 from agents.network import run_head
 from engine.costs import CostTable
+from engine.cuts import Cut
 from engine.menu import Menu
 from engine.policy_heads import Head
 from envs.trace import TraceSet
@@ -22,7 +23,7 @@ def some_of(tables: Sequence[CostTable]) -> list[CostTable]:
 
 
 def best_fixed(
-    traces: TraceSet, menu: Menu, tables: Sequence[CostTable], min_confidence: float = 0.0
+    traces: TraceSet, menu: Menu, tables: Sequence[CostTable], min_confidence: Cut = 0.0
 ) -> tuple[int, float]:
     """The best action to take throughout under these tables, and how many plain steps a token takes under it.
 
@@ -43,7 +44,7 @@ def best_fixed(
 class MeanSpeedup:
     """Plain decoding's time over that of a head's own choices, drafts cut at doubt, on average over some tables."""
 
-    def __init__(self, traces: TraceSet, menu: Menu, tables: Sequence[CostTable], min_confidence: float = 0.0) -> None:
+    def __init__(self, traces: TraceSet, menu: Menu, tables: Sequence[CostTable], min_confidence: Cut = 0.0) -> None:
         self._traces, self._menu, self._tables, self._min_confidence = traces, menu, tables, min_confidence
         self._plain = [rollout(traces, table, menu, menu.plain, observed=False).seconds.sum() for table in tables]
 

@@ -28,6 +28,7 @@ from agents.some_costs import MeanSpeedup, some_of
 from agents.step_table import StepTable, step_table
 from agents.visits import Visits, random_actions
 from engine.costs import CostTable
+from engine.cuts import Cut
 from engine.menu import Menu
 from engine.policy_heads import HIDDEN, MLPHead
 from envs.trace import TraceSet
@@ -64,7 +65,7 @@ class Counterfactual:
         costs: Sequence[CostTable],
         seed: int = 0,
         on_round: OnRound = lambda done, speed, head: None,
-        min_confidence: float = 0.0,
+        min_confidence: Cut = 0.0,
     ) -> MLPHead:
         """The head of the policy that served the validation requests best.
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.costs import CostTable
+from engine.cuts import Cut
 from engine.menu import Action, Menu
 from envs.lanes import trusted
 from envs.prices import Prices
@@ -51,7 +52,7 @@ def step_table(
     menu: Menu,
     costs: CostTable | Sequence[CostTable],
     observed: bool = True,
-    min_confidence: float = 0.0,
+    min_confidence: Cut = 0.0,
 ) -> StepTable:
     """The table of a set of traces.
 
@@ -72,7 +73,7 @@ def step_table(
     asked = np.minimum(k, (flat.limit[request] - position - 1)[:, None])
     drafter = np.where(asked > 0, drafters, 0)
     longest = np.minimum(asked, _by_drafter(flat.proposed)[drafters].T) * (drafter > 0)
-    drafted = np.minimum(longest, _by_drafter(trusted(flat, min_confidence))[drafters].T)
+    drafted = np.minimum(longest, _by_drafter(trusted(traces, min_confidence))[drafters].T)
     doubted = drafted < longest  # one more was drafted, and cut off
     accepted = np.minimum(drafted, _by_drafter(flat.matched)[drafters].T)
     tokens = np.minimum(accepted + 1, (flat.length[request] - position)[:, None])

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from agents.evaluation import PLAIN, ratio_interval
+from agents.hindsight import simple_rules
 from agents.material import Material
 from agents.oracle import optimum
 from agents.report import aligned
-from agents.rules import Rule, simple_rules
+from agents.rules import Rule
 from agents.seeds import Trained
 from agents.step_table import step_table, with_every_length
 
@@ -97,11 +98,12 @@ class Validation:
 
 def validate(material: Material, trained: Sequence[Trained]) -> Validation:
     """Replay every arm over the validation requests."""
-    menu, traces, rules = material.menu, material.validation, simple_rules(material)
-    arms = {rule.name: rule.replay(traces, material) for rule in rules}
-    _, fixed, _ = rules
+    menu, costs, traces = material.menu, material.costs, material.validation
+    rules = simple_rules(material.train, costs, menu)
+    arms = {rule.name: rule.replay(traces, costs, menu) for rule in rules}
+    fixed = rules[1]
     plain, least = arms[PLAIN], arms[fixed.name]
-    oracle = optimum(step_table(traces, with_every_length(menu), material.costs, observed=False))
+    oracle = optimum(step_table(traces, with_every_length(menu), costs, observed=False))
     gap = float(least.sum() - oracle.sum())
     groups = [trace.group for trace in traces.traces]
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from engine.costs import CostTable
+from engine.cuts import Cut
 from engine.menu import Menu
 from engine.observation import ObservationSchema
 from envs.lanes import Lanes
@@ -23,7 +24,7 @@ class Visits:
     tells of earlier steps comes from a policy's own rollout: of its newest step at or before the position.
     """
 
-    def __init__(self, traces: TraceSet, menu: Menu, min_confidence: float = 0.0) -> None:
+    def __init__(self, traces: TraceSet, menu: Menu, min_confidence: Cut = 0.0) -> None:
         self._traces, self._menu, self._min_confidence = traces, menu, min_confidence
         names = ObservationSchema(menu).names
         lagging = [name for name, lags in zip(traces.drafters, traces.lagging) if lags]

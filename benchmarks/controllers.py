@@ -22,7 +22,7 @@ from benchmarks.field import Field, judge_field
 from benchmarks.gap_plot import plot_gap
 from benchmarks.lessons import check_agents, check_amounts
 from benchmarks.recordings import load_engine, record_splits
-from engine import SpeculativeDecoder
+from engine import SpeculativeDecoder, cuts
 from engine.calibration import noise_warning
 from engine.costs import CostTable
 from engine.errors import SettingError
@@ -120,6 +120,6 @@ def described(judged: Field) -> str:
             *tables,
             ratios,
             f"seconds of training, the slowest seed: {training}",
-            f"cut of the policies, tuned on train: {judged.cut:g}",
+            f"cut of the policies, tuned on train: {cuts.described(judged.cut)}",
         ]
     )

@@ -20,6 +20,7 @@ from agents.stages import stage
 from benchmarks.lessons import Taught, teach
 from benchmarks.recordings import Splits
 from engine.costs import CostTable
+from engine.cuts import Cut
 from engine.menu import Menu, default_menu
 from engine.policy_heads import Head
 from envs.trace import TraceSet
@@ -53,7 +54,7 @@ class Field:
 
     gap: Gap
     ratios: list[Ratio]
-    cut: float
+    cut: Cut
     seconds: dict[str, list[float]]
 
     def to_json(self) -> dict[str, Any]:
@@ -122,8 +123,7 @@ def _going_on(test: TraceSet, material: Material, taught: dict[str, list[Taught]
     others: dict[str, list[np.ndarray]] = {}
     pairs = [(name, one.learner) for name, rows in taught.items() for one in rows if one.learner is not None]
     for name, learner in tqdm(pairs, unit="seed", desc="going on learning", disable=not pairs):
-        controller = LearningController(learner, material.menu, material.costs)
-        controller.min_confidence = material.min_confidence
+        controller = LearningController(learner, material.menu, material.costs, material.min_confidence)
         seconds = run_controller(test, material.costs, material.menu, controller).seconds
         others.setdefault(f"{name}, learning on", []).append(seconds)
     return others

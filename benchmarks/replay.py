@@ -23,7 +23,7 @@ from agents.report import aligned
 from benchmarks.intervals import rate_ratio
 from engine import SpeculativeDecoder
 from engine.calibration import calibrate, noise_warning
-from engine.controllers import make_controller
+from engine.controller_names import make_controller
 from engine.costs import CostTable
 from engine.menu import Menu
 from engine.storage import write_json

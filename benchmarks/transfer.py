@@ -28,6 +28,7 @@ from benchmarks.field import FIXED, THRESHOLD
 from benchmarks.lessons import check_agents, check_amounts, teach
 from benchmarks.recordings import Splits, load_engine, record_splits
 from engine.costs import CostTable
+from engine.cuts import Cut
 from engine.errors import SettingError
 from engine.menu import Menu
 from engine.storage import write_json
@@ -121,8 +122,8 @@ class Machine:
     threshold: float
     general_seeds: list[float]
     own_seeds: list[float]
-    general_cut: float
-    own_cut: float
+    general_cut: Cut
+    own_cut: Cut
 
 
 def compare(
@@ -163,7 +164,7 @@ def compare(
     return machines
 
 
-def _machine(name: str, gap: Gap, cuts: tuple[float, float]) -> Machine:
+def _machine(name: str, gap: Gap, cuts: tuple[Cut, Cut]) -> Machine:
     ratio, low, high = gap.ratio(GENERAL, OWN)
     arms = {arm.arm: arm.speedup for arm in gap.arms()}
     plain = gap.seconds[PLAIN].sum()

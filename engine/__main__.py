@@ -12,7 +12,7 @@ import tyro
 from tyro.conf import UseAppendAction
 
 from engine import command_line
-from engine.controllers import CONTROLLER_NAMES
+from engine.controller_names import CONTROLLER_NAMES
 from engine.decoder import DEFAULT_CACHE_BYTES, Piece, SpeculativeDecoder
 from engine.errors import PromptError, SettingError
 from engine.policy import load_policy

@@ -5,9 +5,7 @@ A controller of one's own needs `choose`; an engine fills in the other members, 
 
 from __future__ import annotations
 
-import difflib
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any, Protocol
 
@@ -24,7 +22,7 @@ class Controller(Protocol):
 
     Attributes:
         name: how tables and records call it.
-        min_confidence: the draft ends before the first token that its drafter trusts less.
+        min_confidence: the draft that was chosen last ends before the first token that its drafter trusts less.
         needs_observation: whether `choose` reads its observation; where not, the decoder saves its cost and hands
             over None.
     """
@@ -152,18 +150,19 @@ class HeuristicController(BaseController):
 
 
 class ThresholdController(BaseController):
-    """Drafts on while the drafter is confident: the menu's longest draft, cut at the first doubtful token.
+    """Drafts on while the drafter is confident: its longest draft in the menu, cut at the first doubtful token.
 
     Source: the dynamic draft length of transformers (`assistant_confidence_threshold`) and of Kangaroo
     (arXiv 2404.18911).
     """
 
-    def __init__(self, menu: Menu, threshold: float) -> None:
+    def __init__(self, menu: Menu, threshold: float, drafter: str | None = None) -> None:
         if not 0.0 <= threshold <= 1.0:
             raise ControllerError(f"the confidence threshold is {threshold}; give a number from 0 to 1")
-        self.name = f"threshold:{threshold:g}"
+        drafter = drafter or next(iter(menu.drafters), None)
+        self._action = menu.longest(drafter) if drafter else menu.plain
+        self.name = threshold_name(menu, self._action, threshold)
         self.min_confidence = threshold
-        self._action = menu.find(max(menu.lengths, default=0))
 
     def choose(self, observation: Observation | None, mask: Sequence[bool]) -> int:
         return self._action
@@ -187,40 +186,6 @@ class CostModelController(BaseController):
         self._model.learn(record.drafter, record.drafted, record.accepted)
 
 
-Costs = Callable[[], CostTable]
-
-
-def make_controller(name: str, menu: Menu, costs: Costs | None = None) -> Controller:
-    """A controller by name, one of `CONTROLLER_NAMES`; `heuristic` alone starts at draft length 4.
-
-    `costs` gives the calibrated costs to a controller that reckons with them; no other one calls it.
-    Raises `ControllerError` for an unknown name or a wrong argument, `MenuError` for a k outside the menu.
-    """
-    kind, _, argument = name.partition(":")
-    if kind not in _MAKERS:
-        raise ControllerError(f"controller {name!r} is {_mistake(name, kind)}")
-    if argument and kind in CONTROLLER_NAMES:
-        raise ControllerError(f"controller {name!r} takes no argument; write {kind}")
-    try:
-        return _MAKERS[kind](menu, argument, costs)
-    except (MenuError, ControllerError):
-        raise
-    except ValueError as error:
-        raise ControllerError(f"controller {name!r} cannot be read; write {_form(kind)}") from error
-
-
-CONTROLLER_NAMES = ("plain", "fresh", "fixed:K", "fixed:K:DRAFTER", "heuristic:START", "threshold:T", "cost-model")
-
-_MAKERS: dict[str, Callable[[Menu, str, Costs | None], Controller]] = {
-    "plain": lambda menu, *_: FixedController(menu, 0),
-    "fresh": lambda menu, *_: FixedController(menu, 0, reuse=False),
-    "fixed": lambda menu, argument, _: _fixed(menu, *argument.split(":", 1)),
-    "heuristic": lambda menu, argument, _: HeuristicController(menu, int(argument or 4)),
-    "threshold": lambda menu, argument, _: ThresholdController(menu, float(argument)),
-    "cost-model": lambda menu, _, costs: _cost_model(menu, costs),
-}
-
-
 def fixed_name(menu: Menu, action: int) -> str:
     """How `make_controller` calls an entry that is taken throughout: with its drafter where the menu has several."""
     entry = menu[action]
@@ -229,26 +194,10 @@ def fixed_name(menu: Menu, action: int) -> str:
     return f"fixed:{entry.k}" + (f":{entry.drafter}" if len(menu.drafters) > 1 else "")
 
 
-def _fixed(menu: Menu, k: str, drafter: str | None = None) -> Controller:
-    return FixedController(menu, int(k), drafter)
-
-
-def _cost_model(menu: Menu, costs: Costs | None) -> Controller:
-    if costs is None:
-        raise ControllerError("the cost-model controller needs calibrated costs, and has none here; give an engine's")
-    return CostModelController(menu, costs())
-
-
-def _mistake(name: str, kind: str) -> str:
-    """What is wrong with a name that no controller has."""
-    if os.path.isfile(os.path.join(name, "policy.json")):
-        return "the folder of a policy; give load_policy(...) of it, or --policy on a command line"
-    close = difflib.get_close_matches(kind, _MAKERS, n=1)
-    return "unknown; " + (f"did you mean {close[0]}?" if close else f"known: {', '.join(CONTROLLER_NAMES)}")
-
-
-def _form(kind: str) -> str:
-    return next((form for form in CONTROLLER_NAMES if form.partition(":")[0] == kind), kind)
+def threshold_name(menu: Menu, action: int, threshold: float) -> str:
+    """The same of an entry whose drafts are cut below a confidence."""
+    drafter = menu[action].drafter
+    return f"threshold:{threshold:g}" + (f":{drafter}" if drafter and len(menu.drafters) > 1 else "")
 
 
 def _fresh(menu: Menu) -> int:

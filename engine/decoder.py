@@ -17,7 +17,8 @@ from engine.assembly import (
     settle_rounding,
 )
 from engine.calibration import cached_costs
-from engine.controllers import Controller, FixedController, Foreign, completed, make_controller
+from engine.controller_names import make_controller
+from engine.controllers import Controller, FixedController, Foreign, completed
 from engine.costs import CostTable, machine_fingerprint
 from engine.drafters.factory import emptied
 from engine.errors import PolicyError
@@ -78,7 +79,7 @@ class SpeculativeDecoder:
             drafter: `ngram`, `ngram:history`, `model:<name>`, an object, or several of these; default: the policy's,
                 else ngram.
             controller: a name (`plain`, `fresh`, `fixed:K`, `fixed:K:DRAFTER`, `heuristic:START`, `threshold:T`,
-                `cost-model`), a policy from `load_policy`, or an object with `choose`.
+                `threshold:T:DRAFTER`, `cost-model`), a policy from `load_policy`, or an object with `choose`.
             menu: the actions; default: the policy's own, else fresh/0, reuse/0 and reuse/1, 2, 3, 4, 6, 8.
             precision: fp32, int8 (on the CPU), bf16 or fp16; default: the policy's, else fp32.
             device: cpu or cuda.

@@ -77,6 +77,10 @@ class Menu:
         whose = f" of drafter {drafter}" if drafter else ""
         raise MenuError(f"draft length {k}{whose} is not in the menu {self}; choose one that is, or add it")
 
+    def longest(self, drafter: str) -> int:
+        """Index of a drafter's longest reusing entry. Raises `MenuError` where it has none."""
+        return self.find(max((each.k for each in self.actions if each.drafter == drafter), default=1), drafter)
+
     def mask(self, can_reuse: bool) -> list[bool]:
         """Which entries may be chosen now.
 

@@ -15,7 +15,8 @@ import numpy as np
 
 from engine.controllers import BaseController
 from engine.costs import CostTable
-from engine.errors import DraftgateError, PolicyError
+from engine.cuts import Cut, check_cut, cuts_of_actions
+from engine.errors import DraftgateError, PolicyError, SettingError
 from engine.menu import Menu, parse_menu
 from engine.observation import SCHEMA_VERSION, Observation, ObservationSchema
 from engine.policy_heads import HEADS, ConstantHead, Head
@@ -48,7 +49,8 @@ class Policy:
         target: the model that it was trained with, as `load_model` takes it.
         precision: fp32, int8, bf16 or fp16.
         provenance: versions, command, git commit; told by cards, never acted on.
-        min_confidence: from 0 to 1: drafts end before the first token that their drafter trusts less.
+        min_confidence: from 0 to 1: drafts end before the first token that their drafter trusts less; a mapping gives
+            each drafter its own.
     """
 
     name: str
@@ -58,12 +60,13 @@ class Policy:
     target: str = DEFAULT_TARGET
     precision: str = DEFAULT_PRECISION
     provenance: Mapping[str, Any] = field(default_factory=dict)
-    min_confidence: float = 0.0
+    min_confidence: Cut = 0.0
 
     def __post_init__(self) -> None:
-        cut = self.min_confidence
-        if not isinstance(cut, int | float) or isinstance(cut, bool) or not 0.0 <= cut <= 1.0:
-            raise PolicyError(f"the policy's min_confidence is {cut!r}; give a number from 0 to 1")
+        try:
+            check_cut(self.min_confidence)
+        except SettingError as error:
+            raise PolicyError(f"the policy's {error}") from error
         if isinstance(self.head, ConstantHead):
             self._check_constant(self.head.action)
 
@@ -93,7 +96,7 @@ class Policy:
             "drafters": list(self.menu.drafters),
             "target": self.target,
             "precision": self.precision,
-            "min_confidence": self.min_confidence,
+            "min_confidence": dict(cut) if isinstance(cut := self.min_confidence, Mapping) else cut,
             "schema": {"version": SCHEMA_VERSION, "names": schema.names, "units": schema.units},
             "head": {"kind": self.head.kind, **self.head.settings()},
             "costs": self.costs.to_json(),
@@ -106,14 +109,17 @@ class PolicyController(BaseController):
     """A policy behind the controller protocol."""
 
     def __init__(self, policy: Policy, costs: CostTable) -> None:
-        self.name, self.min_confidence = policy.name, policy.min_confidence
+        self.name = policy.name
         self.needs_observation = not isinstance(policy.head, ConstantHead)
-        self._policy = policy
+        self._policy, self._cuts = policy, cuts_of_actions(policy.min_confidence, policy.menu)
+        self.min_confidence = self._cuts[policy.menu.plain]
         self._schema = ObservationSchema(policy.menu, costs)
 
     def choose(self, observation: Observation | None, mask: Sequence[bool]) -> int:
         vector = self._schema.vector(observation) if observation else _UNSEEN
-        return self._policy.decide(vector, mask)
+        action = self._policy.decide(vector, mask)
+        self.min_confidence = self._cuts[action]
+        return action
 
 
 def load_policy(folder: str | Path) -> Policy:

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.costs import CostTable
+from engine.cuts import Cut, check_cut, cut_of
 from engine.errors import MenuError
 from engine.menu import Menu
 from engine.observation import ObservationSchema
 from engine.session import LONG_AVERAGE, SHORT_AVERAGE
 from envs.prices import MOST_LAYOUTS, Prices
-from envs.replay_session import check_confidence, check_recorded
-from envs.trace import FlatTraces, Positions, TraceSet
+from envs.replay_session import check_recorded
+from envs.trace import FlatTraces, TraceSet
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,9 +40,9 @@ class Lanes:
     Drafts end before the first token that their drafter trusts less than `min_confidence`.
     """
 
-    def __init__(self, traces: TraceSet, menu: Menu, size: int, min_confidence: float = 0.0) -> None:
+    def __init__(self, traces: TraceSet, menu: Menu, size: int, min_confidence: Cut = 0.0) -> None:
         check_recorded(traces, menu)
-        check_confidence(min_confidence)
+        check_cut(min_confidence)
         self.menu, self.schema, self.size = menu, ObservationSchema(menu), size
         self._flat, self._lagging = traces.flat(), np.array([False, *traces.lagging])
         self._prices = Prices(size, traces.drafters, max(menu.lengths, default=0))
@@ -51,7 +52,7 @@ class Lanes:
         nobody = np.zeros((1, len(self._flat.tokens)), np.uint8)
         self._proposed = np.concatenate([nobody, self._flat.proposed]).astype(np.int64)
         self._matched = np.concatenate([nobody, self._flat.matched]).astype(np.int64)
-        self._trusted = np.concatenate([nobody, trusted(self._flat, min_confidence)])
+        self._trusted = np.concatenate([nobody, trusted(traces, min_confidence)])
         first = self._flat.confidences[..., :1].sum(axis=-1)
         self._first_confidence = np.concatenate([nobody.astype(np.float64), first])
         self.request, self.position = np.zeros(size, np.int64), np.zeros(size, np.int64)
@@ -182,10 +183,11 @@ class Lanes:
             average += np.where(drafted > 0, weight * (rate - average), 0.0)
 
 
-def trusted(positions: Positions, min_confidence: float) -> np.ndarray:
+def trusted(traces: TraceSet, min_confidence: Cut) -> np.ndarray:
     """int64 `[D, N]`: how many tokens each drafter proposes before the first that it trusts less."""
-    doubtful = positions.confidences < min_confidence
-    return np.where(doubtful.any(axis=-1), doubtful.argmax(axis=-1), positions.proposed.astype(np.int64))
+    flat, least = traces.flat(), np.array([cut_of(min_confidence, name) for name in traces.drafters])
+    doubtful = flat.confidences < least[:, None, None]
+    return np.where(doubtful.any(axis=-1), doubtful.argmax(axis=-1), flat.proposed.astype(np.int64))
 
 
 def _request_rows(flat: FlatTraces, schema: ObservationSchema, traces: TraceSet) -> np.ndarray:

@@ -11,6 +11,7 @@ import numpy as np
 
 from engine import Session, SpeculativeDecoder
 from engine.costs import CostTable
+from engine.cuts import Cut, check_cut, cuts_of_actions
 from engine.decoder import DEFAULT_CACHE_BYTES
 from engine.errors import PromptError
 from engine.menu import default_menu, parse_menu
@@ -19,7 +20,6 @@ from engine.render import Painter
 from envs.dialogue import Dialogue, Turn, endless
 from envs.engines import engine
 from envs.info import RequestEnv, step_info
-from envs.replay_session import check_confidence
 from envs.workloads import load_workload
 
 
@@ -73,16 +73,16 @@ class SpeculativeDecodingEnv(RequestEnv[Session]):
         device: str = "cpu",
         prefix_cache_bytes: int = DEFAULT_CACHE_BYTES,
         render_mode: str | None = None,
-        min_confidence: float = 0.0,
+        min_confidence: Cut = 0.0,
     ) -> None:
-        check_confidence(min_confidence)
+        check_cut(min_confidence)
         drafters = (drafter,) if isinstance(drafter, str) else tuple(drafter)
         actions = parse_menu(menu, drafters) if menu else default_menu(drafters)
         super().__init__(actions, ObservationSchema(actions))
         self.render_mode = render_mode
         self._engine_settings = (target, drafters, str(self.menu), precision, device, prefix_cache_bytes)
         self.workload = load_workload(workload, split)
-        self._max_new_tokens, self._min_confidence = max_new_tokens, min_confidence
+        self._max_new_tokens, self._cuts = max_new_tokens, cuts_of_actions(min_confidence, self.menu)
         self._decoder: SpeculativeDecoder | None = None
         self._costs: CostTable | None = None
         self._dialogues: Iterator[Dialogue] | None = None
@@ -125,7 +125,7 @@ class SpeculativeDecodingEnv(RequestEnv[Session]):
         session = self._unfinished()
         started = time.perf_counter() - self._observe_seconds
         action = self.menu.allowed(action, session.mask())
-        record = session.step(action, self._min_confidence, started)
+        record = session.step(action, self._cuts[action], started)
         if self.render_mode == "ansi" and self._painter:
             self._painted += self._painter.paint(record)
             self._painted += self._painter.finish() if session.finished else ""

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from engine.costs import CostTable
+from engine.cuts import Cut, check_cut, cuts_of_actions
 from engine.errors import SettingError, TraceError
 from engine.menu import default_menu, parse_menu
 from engine.observation import ObservationSchema
 from envs.info import RequestEnv, step_info
-from envs.replay_session import ReplaySession, check_confidence, check_recorded, exact_latency
+from envs.replay_session import ReplaySession, check_recorded, exact_latency
 from envs.trace import TraceSet, load_traces
 
 LATENCIES = ("median", "sampled")
@@ -47,9 +48,9 @@ class ReplayEnv(RequestEnv[ReplaySession]):
         costs: str | Path | CostTable,
         menu: str | None = None,
         latency: str = "median",
-        min_confidence: float = 0.0,
+        min_confidence: Cut = 0.0,
     ) -> None:
-        check_confidence(min_confidence)
+        check_cut(min_confidence)
         check_latency(latency)
         self.traces = traces if isinstance(traces, TraceSet) else load_traces(traces)
         self.costs = costs if isinstance(costs, CostTable) else read_costs(costs)
@@ -60,7 +61,7 @@ class ReplayEnv(RequestEnv[ReplaySession]):
         check_recorded(self.traces, actions)
         check_priced(self.costs, actions.lengths, actions.drafters)
         super().__init__(actions, ObservationSchema(actions, self.costs))
-        self._latency, self._min_confidence = latency, min_confidence
+        self._latency, self._cuts = latency, cuts_of_actions(min_confidence, actions)
         self._waiting: list[int] = []
 
     def reset(
@@ -79,7 +80,8 @@ class ReplayEnv(RequestEnv[ReplaySession]):
     def step(self, action: np.int64 | int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         """One recorded step. Raises `MenuError` for an action outside the menu."""
         session = self._unfinished()
-        record = session.step(self.menu.allowed(action, session.mask()), self._min_confidence)
+        action = self.menu.allowed(action, session.mask())
+        record = session.step(action, self._cuts[action])
         reward = -record.seconds / self.costs.plain_seconds(record.context)
         return self._observe(), reward, session.finished, False, self._info() | step_info(record)
 

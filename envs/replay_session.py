@@ -7,7 +7,7 @@ from collections.abc import Callable
 from engine.controllers import Controller
 from engine.costs import CostTable
 from engine.drafters.base import Signal
-from engine.errors import MenuError, SettingError
+from engine.errors import MenuError
 from engine.menu import Menu
 from engine.observation import Observation, shows_certainty
 from engine.results import StepRecord
@@ -166,12 +166,6 @@ class ReplaySession:
             rate = accepted / drafted
             self._acceptance_short += SHORT_AVERAGE * (rate - self._acceptance_short)
             self._acceptance_long += LONG_AVERAGE * (rate - self._acceptance_long)
-
-
-def check_confidence(min_confidence: float) -> None:
-    """Raise `SettingError` for a `min_confidence` that is no share."""
-    if not 0.0 <= min_confidence <= 1.0:
-        raise SettingError(f"min_confidence is {min_confidence}; give a number from 0 to 1")
 
 
 def check_recorded(traces: TraceSet, menu: Menu) -> None:

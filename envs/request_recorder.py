@@ -10,6 +10,8 @@ from torch import Tensor
 
 from engine import SpeculativeDecoder
 from engine.drafters import Drafter, NGramDrafter, Signal
+from engine.drafters.kept import KeptDrafter
+from engine.drafters.model import ModelDrafter
 from engine.drafters.told import ToldDrafter
 from engine.drafting import Drafting
 from engine.kv import KVBuffer
@@ -39,7 +41,8 @@ class RequestRecorder:
 
     def __init__(self, decoder: SpeculativeDecoder, max_k: int) -> None:
         parts = decoder.with_empty_caches().parts
-        self._tokenizer, self._drafters, self._max_k = parts.tokenizer, parts.drafters, max_k
+        self._tokenizer, self._max_k = parts.tokenizer, max_k
+        self._drafters = {name: _kept(drafter) for name, drafter in parts.drafters.items()}
         self.lagging = tuple(bool(getattr(one, "lagging_signal", False)) for one in parts.drafters.values())
         self._tap, guess, self._told = _Tap(parts.runner), NGramDrafter(), ToldDrafter()
         menu = Menu((Action(True, 0), Action(True, TRIED, guess.name), Action(True, REREAD, self._told.name)))
@@ -166,6 +169,11 @@ class _Columns:
             entropy=certain[:, 1].copy(),
             margin=certain[:, 2].copy(),
         )
+
+
+def _kept(drafter: Drafter) -> Drafter:
+    """The same, but a model goes on from its last draft."""
+    return KeptDrafter(**vars(drafter)) if type(drafter) is ModelDrafter else drafter
 
 
 def _agreeing(drafted: Sequence[int], truth: Sequence[int]) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 
 from engine.controllers import Controller
 from engine.costs import CostTable
+from engine.cuts import Cut
 from engine.errors import SettingError
 from engine.menu import Menu
 from envs.lanes import Lanes
@@ -48,7 +49,7 @@ class ReplayBatch:
         size: int,
         latency: str = "median",
         seed: int = 0,
-        min_confidence: float = 0.0,
+        min_confidence: Cut = 0.0,
     ) -> None:
         check_latency(latency)
         if not isinstance(costs, CostTable) and not callable(costs) and not len(costs):
@@ -130,7 +131,7 @@ def rollout(
     menu: Menu,
     policy: PolicyFunction | np.ndarray | int,
     observed: bool = True,
-    min_confidence: float = 0.0,
+    min_confidence: Cut = 0.0,
 ) -> Totals:
     """Run a deterministic policy over every trace once, at median costs.
 

@@ -14,7 +14,8 @@ from test_ucb import World, costs, nested, vector
 
 from agents import EXP3, UCB, Learner, LinUCB, Thompson
 from engine.cells import Cells
-from engine.controllers import CostModelController, make_controller
+from engine.controller_names import make_controller
+from engine.controllers import CostModelController
 from engine.cost_model import FIRST_ACCEPTANCE, Acceptance, CostModel, expected_tokens
 from engine.costs import CostTable
 from engine.errors import ControllerError

@@ -29,7 +29,7 @@ from tiny_models import (
 from engine import errors
 from engine.assembly import MOST_CACHE_BYTES
 from engine.command_line import run as run_command_line
-from engine.controllers import make_controller
+from engine.controller_names import make_controller
 from engine.decoder import SpeculativeDecoder
 from engine.drafters import NGramDrafter
 from engine.errors import (

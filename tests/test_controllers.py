@@ -11,15 +11,8 @@ from test_policy import make_policy
 from tiny_models import FunctionDrafter, load_tiny, scripted_drafter, tiny_decoder
 
 from engine.__main__ import Options
-from engine.controllers import (
-    CONTROLLER_NAMES,
-    BaseController,
-    FixedController,
-    HeuristicController,
-    ThresholdController,
-    fixed_name,
-    make_controller,
-)
+from engine.controller_names import CONTROLLER_NAMES, make_controller
+from engine.controllers import BaseController, FixedController, HeuristicController, ThresholdController, fixed_name
 from engine.decoder import SpeculativeDecoder
 from engine.drafters.base import EMPTY_DRAFT
 from engine.errors import ControllerError, DraftgateError, MenuError
@@ -124,6 +117,18 @@ def test_threshold_takes_the_longest_draft_and_passes_its_confidence_on() -> Non
     assert chosen(make_controller("threshold:0.5", default_menu(())), default_menu(())) == "reuse/0"
 
 
+def test_threshold_takes_the_first_drafter_or_the_one_that_is_named() -> None:
+    menu = parse_menu("reuse/0,reuse/a/2,reuse/a/6,reuse/b/4", ("a", "b"))
+    for name, longest, full in (
+        ("threshold:0.3", "reuse/a/6", "threshold:0.3:a"),
+        ("threshold:0.3:b", "reuse/b/4", "threshold:0.3:b"),
+    ):
+        controller = make_controller(name, menu)
+        assert (chosen(controller, menu), controller.name) == (longest, full)
+    with pytest.raises(MenuError, match="of drafter c is not in the menu"):
+        make_controller("threshold:0.3:c", menu)
+
+
 def test_the_decoder_hands_the_confidence_to_the_drafter() -> None:
     asked: list[tuple[int, float]] = []
 
@@ -161,7 +166,7 @@ def test_a_controller_that_does_not_ask_gets_no_observation() -> None:
     assert seen == [True, True, False, False]
 
 
-KNOWN = "plain, fresh, fixed:K, fixed:K:DRAFTER, heuristic:START, threshold:T, cost-model"
+KNOWN = "plain, fresh, fixed:K, fixed:K:DRAFTER, heuristic:START, threshold:T, threshold:T:DRAFTER, cost-model"
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from benchmarks.field import FIXED, THRESHOLD, Field, judge_field
 from benchmarks.lessons import teach
 from benchmarks.recordings import Splits, load_engine, record_splits
 from engine.costs import CostTable
+from engine.cuts import Cut
 from engine.errors import DrafterError
 from engine.menu import default_menu
 from engine.models import load_model
@@ -85,8 +86,7 @@ def test_bandits_are_judged_frozen_and_going_on_learning(judged: Field) -> None:
         np.testing.assert_array_equal(arms["ucb"][seed], frozen.seconds)
         assert isinstance(one.learner, UCB)
         assert one.learner.visits.sum() == 600, "a fiftieth of 30,000 steps"
-        controller = LearningController(one.learner, MENU, COSTS)
-        controller.min_confidence = CUT
+        controller = LearningController(one.learner, MENU, COSTS, CUT)
         going_on = run_controller(SPLITS.test, COSTS, MENU, controller)
         np.testing.assert_array_equal(arms["ucb, learning on"][seed], going_on.seconds)
 
@@ -162,7 +162,7 @@ def test_with_several_drafters_each_is_judged_alone_too() -> None:
 
 
 def test_the_general_policy_never_sees_the_machines_that_it_is_judged_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    lessons: list[tuple[list[CostTable], float, float]] = []
+    lessons: list[tuple[list[CostTable], float, Cut]] = []
 
     def noted(agent: str, material: Material, seed: int, effort: float) -> Any:
         lessons.append((list(material.tables), effort, material.min_confidence))

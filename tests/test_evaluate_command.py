@@ -260,6 +260,8 @@ def test_every_fixed_length_of_every_drafter_and_every_cut_is_an_arm(policy: Pat
     arms = evaluate.make_arms(policies, ["fresh", "fixed:4"])
     assert list(arms) == [*ARMS[:3], "fresh", "threshold:0.5", "policy ucb", "policy cut", "policy same"]
     assert (arms["threshold:0.5"], arms["policy cut"]) == ("threshold:0.5", cut)
+    two = replace(ours, menu=others, min_confidence={"a": 0.2, "b": 0.0})
+    assert list(evaluate.make_arms({policy: two}, []))[3:] == ["threshold:0.2:a", "policy ucb"]
     assert list(evaluate.make_arms({Path("two"): cut}, ["threshold:.50"]))[3:] == ["threshold:.50", "policy cut"]
 
 

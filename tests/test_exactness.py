@@ -31,7 +31,8 @@ from torch import Tensor
 import engine.__main__ as engine_command
 from engine import rounding as rounding_module
 from engine.assembly import engine_line, settle_rounding
-from engine.controllers import BaseController, make_controller
+from engine.controller_names import make_controller
+from engine.controllers import BaseController
 from engine.decoder import SpeculativeDecoder
 from engine.drafters.base import Draft
 from engine.drafters.ngram import NGramDrafter

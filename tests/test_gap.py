@@ -11,14 +11,16 @@ from two_cells import COSTS, FLAT, MENU, two_cells
 
 from agents import UCB
 from agents.gap import HINDSIGHT, ORACLE, Gap, judge_gap
-from agents.hindsight import THRESHOLDS, try_fixed, try_thresholds, tuned_cut
+from agents.hindsight import try_fixed, try_thresholds, tuned_cut
 from agents.network import greedy
 from agents.online import LearningController
 from agents.oracle import optimum
+from agents.rules import THRESHOLDS
 from agents.some_costs import MeanSpeedup, best_fixed, some_of
 from agents.stationary import Counterfactual
 from agents.step_table import step_table, with_every_length
-from engine.controllers import ThresholdController, fixed_name, make_controller
+from engine.controller_names import make_controller
+from engine.controllers import ThresholdController, fixed_name
 from engine.guard import Guard
 from engine.menu import default_menu, parse_menu
 from engine.observation import ObservationSchema
@@ -107,6 +109,7 @@ def always(action: int) -> LinearHead:
 
 def test_the_cut_of_a_policy_is_tuned_as_the_threshold_is() -> None:
     cut = tuned_cut(TRAIN, [COSTS], MENU)
+    assert isinstance(cut, float)
     assert f"threshold:{cut:g}" == try_thresholds(TRAIN, COSTS, MENU).names[try_thresholds(TRAIN, COSTS, MENU).best]
     assert tuned_cut(TRAIN, [COSTS], default_menu(())) == 0.0
     action, pace = best_fixed(TRAIN, MENU, [COSTS], cut)

@@ -14,7 +14,8 @@ from trace_tools import made_up_costs, made_up_traces
 
 from agents.oracle import optimum
 from agents.step_table import step_table, with_every_length
-from engine.controllers import BaseController, make_controller
+from engine.controller_names import make_controller
+from engine.controllers import BaseController
 from engine.costs import CostTable
 from engine.errors import MenuError
 from engine.menu import Menu, parse_menu

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
+from trace_tools import made_up_costs
 
 import engine.policy as policy_module
 from engine.cells import Cells
@@ -157,15 +158,33 @@ def test_the_cut_comes_back_and_is_the_controllers(tmp_path: Path) -> None:
     assert (loaded.min_confidence, loaded.controller().min_confidence) == (0.35, 0.35)
 
 
+def test_a_cut_of_each_drafter_holds_for_the_drafts_of_that_one(tmp_path: Path) -> None:
+    menu = parse_menu("reuse/0,reuse/a/2,reuse/b/4", ("a", "b"))
+    schema, costs = ObservationSchema(menu), made_up_costs(np.random.default_rng(0), ("a", "b"))
+    cells = Cells((("context", (8.0,)),), schema.names)
+    cut = {"a": 0.25, "b": 0.75}
+    for action, least in enumerate((0.0, 0.25, 0.75)):
+        values = np.zeros((2, len(menu)), dtype=np.float32)
+        values[:, action] = 1.0
+        Policy("p", menu, TableHead(cells, values), costs, min_confidence=cut).save(tmp_path)
+        loaded = load_policy(tmp_path)
+        assert loaded.min_confidence == cut
+        controller = loaded.controller()
+        observation = Observation(False, 5, 0, 9, 4, 9, 0, 0, 0.5, 0.5, 0.5, 0.5, {"a": Signal(), "b": Signal()})
+        assert controller.choose(observation, menu.mask(False)) == action
+        assert controller.min_confidence == least
+
+
 def test_a_policy_from_before_drafts_could_be_cut_is_uncut(saved: Path) -> None:
     rewrite(saved, lambda d: (d.update(version=2), d.pop("min_confidence")))
     loaded = load_policy(saved)
     assert (loaded.min_confidence, loaded.menu) == (0.0, MENU)
 
 
-@pytest.mark.parametrize("wrong", [-0.01, 1.01, float("nan"), "0.3", None, True, [0.3]])
+@pytest.mark.parametrize("wrong", [-0.01, 1.01, float("nan"), "0.3", None, True, [0.3], {"ngram": "high"}])
 def test_a_cut_that_is_no_share_is_refused(saved: Path, wrong: Any) -> None:
-    message = f"the policy's min_confidence is {wrong!r}; give a number from 0 to 1"
+    told = next(iter(wrong.values())) if isinstance(wrong, dict) else wrong
+    message = f"the policy's min_confidence is {told!r}; give a number from 0 to 1"
     with pytest.raises(PolicyError) as caught:
         replace(make_policy(), min_confidence=wrong)
     assert str(caught.value) == message

@@ -23,8 +23,10 @@ from agents.network import greedy
 from agents.sb3_env import ReplayVecEnv
 from benchmarks import replay as benchmark
 from engine import SpeculativeDecoder
-from engine.controllers import BaseController, make_controller
+from engine.controller_names import make_controller
+from engine.controllers import BaseController
 from engine.costs import CostTable
+from engine.cuts import Cut, cut_of
 from engine.errors import MenuError, SettingError, TraceError
 from engine.menu import Menu, default_menu, parse_menu
 from engine.observation import Observation, ObservationSchema
@@ -165,10 +167,12 @@ def test_a_threshold_cuts_replayed_drafts_as_live_ones(
     assert any(step.drafted < step.k and step.drafter == names[2] for step in steps)
 
 
+@pytest.mark.parametrize("limits", [0.6, (0.3, 0.9, 0.6, 0.2)])
 def test_an_exported_policy_with_a_cut_decodes_as_it_is_replayed(
-    engine: SpeculativeDecoder, recorded: TraceSet, tmp_path: Path
+    engine: SpeculativeDecoder, recorded: TraceSet, tmp_path: Path, limits: float | tuple[float, ...]
 ) -> None:
     names = tuple(engine.parts.drafters)
+    cut: Cut = limits if isinstance(limits, float) else dict(zip(names, limits, strict=True))
     menu = parse_menu(",".join(["fresh/0,reuse/0", *(f"reuse/{n}/{k}" for n in names for k in (2, 8))]), names)
     costs = made_up_costs(np.random.default_rng(0), names)
     rng, features = np.random.default_rng(4), len(ObservationSchema(menu))
@@ -176,7 +180,7 @@ def test_an_exported_policy_with_a_cut_decodes_as_it_is_replayed(
     bias = np.zeros(len(menu), np.float32)
     scale = 1.0 / ObservationSchema(menu).high
     head = LinearHead(np.zeros(features, np.float32), scale, weight, bias)
-    Policy("cut", menu, head, costs, min_confidence=0.6).save(tmp_path)
+    Policy("cut", menu, head, costs, min_confidence=cut).save(tmp_path)
     policy = load_policy(tmp_path)
     deployed = SpeculativeDecoder(replace(engine.parts, menu=menu), policy.controller(), engine.target)
     deployed = deployed.with_empty_caches()
@@ -196,17 +200,17 @@ def test_an_exported_policy_with_a_cut_decodes_as_it_is_replayed(
             count += 1
             dialogue.reply(live.text)
     assert count == len(recorded)
-    cut, uncut = (rollout(recorded, costs, menu, greedy(head), min_confidence=each) for each in (0.6, 0.0))
-    assert cut.drafted.sum() == sum(step.drafted for step in steps)
-    assert cut.drafted.sum() < uncut.drafted.sum()
+    short, whole = (rollout(recorded, costs, menu, greedy(head), min_confidence=each) for each in (cut, 0.0))
+    assert short.drafted.sum() == sum(step.drafted for step in steps)
+    assert short.drafted.sum() < whole.drafted.sum()
 
 
 # -- one and many -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("min_confidence", [0.0, 0.7])
+@pytest.mark.parametrize("min_confidence", [0.0, 0.7, {"b": 0.8}])
 @pytest.mark.parametrize("seed", range(6))
-def test_many_requests_at_once_are_one_request_many_times(seed: int, min_confidence: float) -> None:
+def test_many_requests_at_once_are_one_request_many_times(seed: int, min_confidence: Cut) -> None:
     """Observations and masks to the bit, counts exactly, times up to rounding; each lane with costs of its own."""
     rng = np.random.default_rng(seed)
     traces = made_up_traces(seed)
@@ -228,7 +232,8 @@ def test_many_requests_at_once_are_one_request_many_times(seed: int, min_confide
                 continue
             np.testing.assert_array_equal(observations[lane], schemas[drawn[lane]].vector(session.observe()))
             assert masks[lane].tolist() == session.mask()
-            one = session.step(MENU.allowed(int(actions[lane]), session.mask()), min_confidence)
+            action = MENU.allowed(int(actions[lane]), session.mask())
+            one = session.step(action, cut_of(min_confidence, MENU[action].drafter))
             figures = (one.drafted, one.accepted, len(one.tokens), one.prefilled, one.cached, one.first)
             many = (steps.drafted, steps.accepted, steps.tokens, steps.prefilled, steps.cached, steps.first)
             assert [int(figure[lane]) for figure in many] == list(map(int, figures))
@@ -280,8 +285,8 @@ def test_a_batch_cuts_drafts_as_the_threshold_controller_does(threshold: float) 
     np.testing.assert_array_equal(drafted, one.drafted)
 
 
-@pytest.mark.parametrize("wrong", [-0.1, 1.5, float("nan")])
-def test_a_cut_that_is_no_share_is_refused(wrong: float) -> None:
+@pytest.mark.parametrize("wrong", [-0.1, 1.5, float("nan"), {"a": 0.5, "b": 1.1}])
+def test_a_cut_that_is_no_share_is_refused(wrong: Cut) -> None:
     message = "^min_confidence is .*; give a number from 0 to 1$"
     with pytest.raises(SettingError, match=message):
         ReplayBatch(made_up_traces(0), COSTS, MENU, 2, min_confidence=wrong)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,15 @@ import pytest
 from trace_tools import made_up_costs, made_up_traces
 
 from agents.evaluation import PLAIN
-from agents.hindsight import tuned_cut
+from agents.hindsight import simple_rules, tuned_cut
 from agents.material import Material
-from agents.rules import simple_rules
+from agents.rules import THRESHOLDS
 from agents.seeds import Trained
 from agents.validation import validate
-from engine.controllers import make_controller
+from engine.controller_names import make_controller
+from engine.cuts import cut_of
 from engine.errors import PolicyError
-from engine.menu import Action, parse_menu
+from engine.menu import Action, Menu, parse_menu
 from engine.policy import Policy, load_policy
 from engine.policy_heads import ConstantHead
 from envs.vector import run_controller
@@ -31,14 +33,14 @@ MATERIAL = Material(TRAIN, VALIDATION, MENU, COSTS, [COSTS], CUT)
 
 
 def test_a_rule_takes_the_time_of_the_controller_that_it_is_named_after() -> None:
-    for rule in simple_rules(MATERIAL):
+    for rule in simple_rules(TRAIN, COSTS, MENU):
         controller = make_controller(rule.name, MENU)
         expected = run_controller(VALIDATION, COSTS, MENU, controller).seconds
-        np.testing.assert_allclose(rule.replay(VALIDATION, MATERIAL), expected, rtol=1e-12)
+        np.testing.assert_allclose(rule.replay(VALIDATION, COSTS, MENU), expected, rtol=1e-12)
 
 
 def test_rules_are_plain_the_best_fixed_choice_and_the_tuned_threshold() -> None:
-    plain, fixed, threshold = simple_rules(MATERIAL)
+    plain, fixed, threshold = simple_rules(TRAIN, COSTS, MENU)
     assert (plain.name, plain.action, plain.min_confidence) == (PLAIN, MENU.plain, 0.0)
     steps = {
         action: run_controller(TRAIN, COSTS, MENU, Constant(action)).plain_steps.sum()
@@ -46,7 +48,23 @@ def test_rules_are_plain_the_best_fixed_choice_and_the_tuned_threshold() -> None
         if entry.reuse
     }
     assert steps[fixed.action] == pytest.approx(min(steps.values()), rel=1e-9)
-    assert (threshold.name, threshold.action, threshold.min_confidence) == (f"threshold:{CUT:g}", MENU.find(8), CUT)
+    names = [f"threshold:{each:g}:{drafter}" for drafter in "ab" for each in THRESHOLDS]
+    times = [run_controller(TRAIN, COSTS, MENU, make_controller(name, MENU)).seconds.sum() for name in names]
+    best = int(np.argmin(times))
+    longest, cut = MENU.find((8, 4)[best // len(THRESHOLDS)], "ab"[best // len(THRESHOLDS)]), THRESHOLDS[best % 20]
+    assert (threshold.name, threshold.action, threshold.min_confidence) == (names[best], longest, cut)
+
+
+def test_without_a_drafter_there_is_no_threshold() -> None:
+    assert [rule.name for rule in simple_rules(TRAIN, COSTS, parse_menu("reuse/0", ()))] == [PLAIN, PLAIN]
+
+
+def test_each_drafter_has_a_cut_of_its_own() -> None:
+    for drafter in "ab":
+        alone = Menu(tuple(entry for entry in MENU.actions if entry.drafter in ("", drafter)))
+        assert cut_of(CUT, drafter) == tuned_cut(TRAIN, [COSTS], alone)
+    assert isinstance(CUT, Mapping)
+    assert tuned_cut(TRAIN, [COSTS, COSTS], MENU) == 0.0
 
 
 class Constant:
@@ -66,15 +84,15 @@ class Constant:
 
 @pytest.mark.parametrize(("factor", "exported"), [(0.99, False), (1.0, True), (1.01, True)])
 def test_the_fastest_rule_is_named_unless_a_seed_is_faster(factor: float, exported: bool) -> None:
-    rules = simple_rules(MATERIAL)
-    times = [rule.replay(VALIDATION, MATERIAL) for rule in rules]
+    rules = simple_rules(TRAIN, COSTS, MENU)
+    times = [rule.replay(VALIDATION, COSTS, MENU) for rule in rules]
     best = int(np.argmin([seconds.sum() for seconds in times]))
     trained = [Trained(0, "ppo", ConstantHead(0), 1, [], times[best] * factor, True)]
     assert validate(MATERIAL, trained).best_rule == (rules[best] if exported else None)
 
 
 def test_a_rule_is_a_policy_that_looks_at_nothing(tmp_path: Path) -> None:
-    _, _, rule = simple_rules(MATERIAL)
+    _, _, rule = simple_rules(TRAIN, COSTS, MENU)
     policy = Policy(rule.name, MENU, rule.head(), COSTS, min_confidence=rule.min_confidence)
     policy.save(tmp_path)
     loaded = load_policy(tmp_path)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tiny_models import FunctionDrafter, WatchedRunner, load_tiny, make_parts, scripted_drafter, tiny_decoder
 
-from engine.controllers import make_controller
+from engine.controller_names import make_controller
 from engine.decoder import SpeculativeDecoder
 from engine.drafters.base import Draft, Signal
 from engine.errors import ControllerError, MenuError

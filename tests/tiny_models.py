@@ -21,7 +21,8 @@ import transformers as hf
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from engine.controllers import Controller, make_controller
+from engine.controller_names import make_controller
+from engine.controllers import Controller
 from engine.decoder import SpeculativeDecoder
 from engine.drafters.base import Draft, Drafter, Signal
 from engine.drafters.model import ModelDrafter
