@@ -15,7 +15,7 @@ from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
 from engine.errors import DraftgateError
-from engine.storage import document_digest, write_atomically, write_json
+from engine.storage import document_digest, move, write_atomically, write_json
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,17 @@ class SealedFormat:
     wanted: str
 
     def write(self, folder: Path, document: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-        """Write both files into `folder`, each atomically. Raises `StorageError`."""
+        """Write both files into `folder`; whoever is killed meanwhile leaves the earlier pair or the new one.
+
+        The tensors wait beside the earlier ones until the document that tells their digest is there. Raises
+        `StorageError`.
+        """
         tensors = save_tensors({key: np.ascontiguousarray(array) for key, array in arrays.items()})
         sealed = {"format": self.form, "version": self.versions[0], **document}
-        sealed["tensors_sha256"] = hashlib.sha256(tensors).hexdigest()
-        write_atomically(self._tensors(folder), lambda path: path.write_bytes(tensors))
+        sealed["tensors_sha256"] = _digest(tensors)
+        write_atomically(self._waiting(folder), lambda path: path.write_bytes(tensors))
         write_json(self._json(folder), sealed | {"sha256": document_digest(sealed)})
+        move(self._waiting(folder), self._tensors(folder))
 
     def read(self, folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """The inverse of `write`; whoever has understood the document calls `check_document` too.
@@ -55,13 +60,13 @@ class SealedFormat:
         Raises `error` where a file is missing, truncated, altered or of another version.
         """
         document, path = self._read_json(folder), self._tensors(folder)
-        tensors = self._read_bytes(path)
+        tensors = self._bytes_of(folder, document.get("tensors_sha256"))
         if document.get("format") != self.form:
             raise self.error(f"{self._json(folder)} is no {self.form} document; {self.wanted}")
         if document.get("version") not in self.versions:
             found = f"format {document.get('version')!r}, this version reads {self.versions[0]}"
             raise self.error(f"{folder} holds {self.noun} of {found}; {self.again} or update draftgate")
-        if hashlib.sha256(tensors).hexdigest() != document.get("tensors_sha256"):
+        if _digest(tensors) != document.get("tensors_sha256"):
             raise self.error(f"{path} was truncated or altered since its {self.made}; {self.again}")
         try:
             return document, load_tensors(tensors)
@@ -84,6 +89,16 @@ class SealedFormat:
     def _tensors(self, folder: Path) -> Path:
         return folder / f"{self.name}.safetensors"
 
+    def _waiting(self, folder: Path) -> Path:
+        return folder / f"{self.name}.next.safetensors"
+
+    def _bytes_of(self, folder: Path, digest: Any) -> bytes:
+        """The tensors; those that still wait where it is them that the document tells of."""
+        waiting = self._waiting(folder)
+        if waiting.is_file() and _digest(tensors := self._read_bytes(waiting)) == digest:
+            return tensors
+        return self._read_bytes(self._tensors(folder))
+
     def _read_json(self, folder: Path) -> dict[str, Any]:
         path = self._json(folder)
         data = self._read_bytes(path)
@@ -101,3 +116,7 @@ class SealedFormat:
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise self.error(f"{path} cannot be read ({reason}); {self.wanted}") from error
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -45,6 +45,12 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
             temporary.unlink(missing_ok=True)
 
 
+def move(source: Path, path: Path) -> None:
+    """Put a file in another's place. Raises `StorageError`."""
+    with _storage_errors(path):
+        source.replace(path)
+
+
 def write_json(path: Path, document: Any) -> None:
     """Write `document` as indented JSON, atomically. Raises `StorageError`."""
     text = json.dumps(document, indent=2, allow_nan=False) + "\n"

@@ -459,7 +459,7 @@ def test_a_full_disk_keeps_the_old_policy(saved: Path, monkeypatch: pytest.Monke
     with pytest.raises(StorageError) as caught:
         make_policy(1).save(saved)
     mend = "free some space or choose another place"
-    assert str(caught.value) == f"cannot write {saved / TENSOR_FILE}: No space left on device; {mend}"
+    assert str(caught.value) == f"cannot write {saved / 'policy.next.safetensors'}: No space left on device; {mend}"
     assert [(saved / file).read_bytes() for file in (JSON_FILE, TENSOR_FILE)] == before
     load_policy(saved)
 

@@ -29,12 +29,16 @@ def same(a: Trace, b: Trace) -> bool:
     )
 
 
+def assert_same(ours: TraceSet, theirs: TraceSet) -> None:
+    assert all(same(a, b) for a, b in zip(ours.traces, theirs.traces, strict=True))
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_what_is_saved_is_loaded(seed: int, tmp_path: Path) -> None:
     traces = made_up_traces(seed)
     traces.save(tmp_path)
     loaded = load_traces(tmp_path)
-    assert all(same(a, b) for a, b in zip(loaded.traces, traces.traces, strict=True))
+    assert_same(loaded, traces)
     for name in ("drafters", "max_k", "lagging", "fingerprint", "provenance"):
         assert getattr(loaded, name) == getattr(traces, name)
     assert loaded.num_tokens == traces.num_tokens == sum(len(t.tokens) for t in traces.traces)
@@ -205,15 +209,32 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
         made_up_traces(0).save(tmp_path / "file")
 
 
-def test_an_interrupted_save_is_noticed(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors of one set beside the document of another."""
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize(("killed_in", "new"), [("write_atomically", False), ("write_json", False), ("move", True)])
+def test_a_save_that_is_killed_leaves_the_earlier_set_or_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool, killed_in: str, new: bool
+) -> None:
+    earlier, later = made_up_traces(0), made_up_traces(1)
+    if there:
+        earlier.save(tmp_path)
 
-    def interrupted(path: Path, document: Any) -> None:
+    def killed(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sealed, "write_json", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        made_up_traces(1).save(saved)
+    with monkeypatch.context() as patch:
+        patch.setattr(sealed, killed_in, killed)
+        with pytest.raises(KeyboardInterrupt):
+            later.save(tmp_path)
+    if there or new:
+        assert_same(load_traces(tmp_path), later if new else earlier)
+    later.save(tmp_path)
+    assert_same(load_traces(tmp_path), later)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([JSON, TENSORS])
+
+
+def test_tensors_of_another_set_are_noticed(saved: Path, tmp_path: Path) -> None:
+    made_up_traces(1).save(tmp_path / "other")
+    (tmp_path / "other" / TENSORS).replace(saved / TENSORS)
     with pytest.raises(TraceError, match="truncated or altered"):
         load_traces(saved)
 
