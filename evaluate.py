@@ -1,7 +1,8 @@
 """Judge exported policies against plain decoding and the simple rules, live and interleaved.
 
 The rules are every fixed draft length of every drafter, and for a policy that cuts its drafts the longest draft with
-the same cut, `threshold:T`: it needs no learning, so that a policy is worth its name only where it beats it.
+the same cut, `threshold:T`, or `threshold:T:DRAFTER` where there are several. They need no learning: a policy is
+worth its name only where it beats them.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Options:
     """cpu or cuda."""
     controllers: list[str] = field(default_factory=list)
     """Controllers to judge beside plain decoding, the fixed draft lengths and the policies' own thresholds: heuristic,
-    cost-model, threshold:T, fresh."""
+    cost-model, threshold:T, threshold:T:DRAFTER, fresh."""
     workload: Annotated[list[str], UseAppendAction] = field(default_factory=list)
     """Prompts: bundled (the default), or a file (chat JSONL, Spec-Bench JSONL, documents with questions, one prompt a
     line). Several are one workload."""

@@ -12,7 +12,6 @@ from agents.card import write_card
 from agents.cost_plot import plot_costs
 from agents.curve import CURVE_FILE, CurvePoint, write_curves
 from agents.evaluation import Judgement, judge
-from agents.hindsight import tuned_cut
 from agents.material import Material
 from agents.plots import plot_curves
 from agents.provenance import resuming
@@ -21,6 +20,7 @@ from agents.run_folder import CHECK_FILE, VALIDATION_FILE, RunFolder
 from agents.seeds import Seeds
 from agents.stages import say, stage
 from agents.tracking import Tracker
+from agents.tuning import tuned_cut
 from agents.validation import Validation, validate
 from engine import Policy, SpeculativeDecoder
 from engine.calibration import noise_warning
@@ -115,7 +115,7 @@ class Pipeline:
         rule = self._validation.best_rule if rules and self._validation else None
         if rule:
             say(f"no seed is faster than {rule.name}, so this rule is exported; --export learned takes the seed")
-            policy = replace(policy, name=rule.name, head=rule.head(), min_confidence=rule.min_confidence)
+            policy = replace(policy, name=rule.name, head=rule.head(), min_confidence=rule.cut(self.menu))
         policy.save(self._folder.path)
         if self._validation is not None:
             write_json(self._folder.path / VALIDATION_FILE, self._validation.to_json())

@@ -8,6 +8,7 @@ import numpy as np
 
 from engine.controllers import fixed_name, threshold_name
 from engine.costs import CostTable
+from engine.cuts import Cut
 from engine.menu import Menu
 from engine.policy_heads import ConstantHead
 from envs.trace import TraceSet
@@ -33,6 +34,11 @@ class Rule:
     def head(self) -> ConstantHead:
         return ConstantHead(self.action)
 
+    def cut(self, menu: Menu) -> Cut:
+        """What a policy carries that stands for this rule: a cut of its drafter alone where the menu has several."""
+        drafter = menu[self.action].drafter
+        return {drafter: self.min_confidence} if drafter and len(menu.drafters) > 1 else self.min_confidence
+
     def replay(self, traces: TraceSet, costs: CostTable, menu: Menu) -> np.ndarray:
         """Seconds `[R]` of each request at these median costs."""
         cut = self.min_confidence
@@ -41,11 +47,7 @@ class Rule:
 
 def fixed_rules(menu: Menu) -> tuple[Rule, ...]:
     """Every reusing entry; the plain step is among them."""
-    return tuple(fixed_rule(menu, action) for action, entry in enumerate(menu.actions) if entry.reuse)
-
-
-def fixed_rule(menu: Menu, action: int) -> Rule:
-    return Rule(fixed_name(menu, action), action)
+    return tuple(Rule(fixed_name(menu, a), a) for a, entry in enumerate(menu.actions) if entry.reuse)
 
 
 def threshold_rules(menu: Menu, drafter: str) -> tuple[Rule, ...]:

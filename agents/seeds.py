@@ -126,7 +126,7 @@ class Seeds:
         told, config = policy.provenance, self._folder.config
         steps = told.get("steps")  # what was done: all that was asked for, or a little more
         return (
-            policy.menu == self._material.menu
+            (policy.menu, policy.min_confidence) == (self._material.menu, self._material.min_confidence)
             and told.get("seed") == seed
             and isinstance(steps, int)
             and steps >= self._steps

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from agents.evaluation import PLAIN, ratio_interval
-from agents.hindsight import simple_rules
 from agents.material import Material
 from agents.oracle import optimum
 from agents.report import aligned
 from agents.rules import Rule
 from agents.seeds import Trained
 from agents.step_table import step_table, with_every_length
+from agents.tuning import simple_rules
 
 ORACLE = "oracle"
 
@@ -101,7 +101,7 @@ def validate(material: Material, trained: Sequence[Trained]) -> Validation:
     menu, costs, traces = material.menu, material.costs, material.validation
     rules = simple_rules(material.train, costs, menu)
     arms = {rule.name: rule.replay(traces, costs, menu) for rule in rules}
-    fixed = rules[1]
+    _, fixed, *_ = rules
     plain, least = arms[PLAIN], arms[fixed.name]
     oracle = optimum(step_table(traces, with_every_length(menu), costs, observed=False))
     gap = float(least.sum() - oracle.sum())

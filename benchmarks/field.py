@@ -13,10 +13,10 @@ import numpy as np
 from tqdm import tqdm
 
 from agents.gap import HINDSIGHT, Gap, judge_gap
-from agents.hindsight import tuned_cut
 from agents.material import Material
 from agents.online import LearningController
 from agents.stages import stage
+from agents.tuning import tuned_cut
 from benchmarks.lessons import Taught, teach
 from benchmarks.recordings import Splits
 from engine.costs import CostTable

@@ -17,12 +17,12 @@ from tyro.conf import UseAppendAction
 
 from agents.evaluation import PLAIN
 from agents.gap import Gap, judge_gap
-from agents.hindsight import tuned_cut
 from agents.material import Material
 from agents.randomise import HELD_OUT, held_out_costs
 from agents.report import aligned
 from agents.stages import say, stage
 from agents.trainers import training_costs
+from agents.tuning import tuned_cut
 from benchmarks.controllers import costs_line
 from benchmarks.field import FIXED, THRESHOLD
 from benchmarks.lessons import check_agents, check_amounts, teach

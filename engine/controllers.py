@@ -159,8 +159,8 @@ class ThresholdController(BaseController):
     def __init__(self, menu: Menu, threshold: float, drafter: str | None = None) -> None:
         if not 0.0 <= threshold <= 1.0:
             raise ControllerError(f"the confidence threshold is {threshold}; give a number from 0 to 1")
-        drafter = drafter or next(iter(menu.drafters), None)
-        self._action = menu.longest(drafter) if drafter else menu.plain
+        drafter = next(iter(menu.drafters), None) if drafter is None else drafter
+        self._action = menu.plain if drafter is None else menu.longest(drafter)
         self.name = threshold_name(menu, self._action, threshold)
         self.min_confidence = threshold
 
@@ -196,8 +196,8 @@ def fixed_name(menu: Menu, action: int) -> str:
 
 def threshold_name(menu: Menu, action: int, threshold: float) -> str:
     """The same of an entry whose drafts are cut below a confidence."""
-    drafter = menu[action].drafter
-    return f"threshold:{threshold:g}" + (f":{drafter}" if drafter and len(menu.drafters) > 1 else "")
+    drafter, number = menu[action].drafter, repr(float(threshold)).removesuffix(".0")
+    return f"threshold:{number}" + (f":{drafter}" if drafter and len(menu.drafters) > 1 else "")
 
 
 def _fresh(menu: Menu) -> int:

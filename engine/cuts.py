@@ -25,17 +25,24 @@ def cuts_of_actions(cut: Cut, menu: Menu) -> Sequence[float]:
     return tuple(cut_of(cut, entry.drafter) for entry in menu.actions)
 
 
-def check_cut(cut: Cut) -> None:
-    """Raise `SettingError` for what is no share, or holds one that is none."""
-    for value in cut.values() if isinstance(cut, Mapping) else [cut]:
-        if not isinstance(value, Real) or isinstance(value, bool) or not 0.0 <= value <= 1.0:
-            raise SettingError(f"min_confidence is {value!r:.40}; give a number from 0 to 1")
-    if isinstance(cut, Mapping) and not all(isinstance(name, str) for name in cut):
-        raise SettingError(f"min_confidence is {dict(cut)!r:.80}; give numbers by the names of drafters")
+def check_cut(cut: Cut, menu: Menu) -> None:
+    """Raise `SettingError` for what is no share, or is a drafter's that the menu does not have."""
+    if not isinstance(cut, Mapping):
+        return _check_share(cut, "min_confidence")
+    for name, value in cut.items():
+        if name not in menu.drafters:
+            known = ", ".join(menu.drafters) or "none"
+            raise SettingError(f"min_confidence names drafter {name!r:.80}; the menu has {known}")
+        _check_share(value, f"min_confidence of {name}")
 
 
 def described(cut: Cut) -> str:
     """For people: `0.1`, or `0.1 of ngram, 0.35 of model:small`."""
     if not isinstance(cut, Mapping):
         return f"{cut:g}"
-    return ", ".join(f"{value:g} of {name}" for name, value in cut.items())
+    return ", ".join(f"{value:g} of {name}" for name, value in cut.items()) or "0"
+
+
+def _check_share(value: object, what: str) -> None:
+    if not isinstance(value, Real) or isinstance(value, bool) or not 0.0 <= float(value) <= 1.0:
+        raise SettingError(f"{what} is {value!r:.40}; give a number from 0 to 1")

@@ -199,8 +199,8 @@ class SpeculativeDecoder:
     ) -> SpeculativeDecoder:
         """This engine under another controller, with the same caches; `guard` as in `from_pretrained`.
 
-        A policy must know this engine's menu. A controller that keeps a state, as `heuristic` and the guard do, is one
-        for all requests of an engine: sessions that are interleaved share it.
+        A policy must know this engine's menu. A controller that keeps a state, as `heuristic`, a policy and the guard
+        do, is one for all requests of an engine: sessions that are interleaved share it.
         """
         made, costs = self._controller(controller)
         if guard and not isinstance(made, FixedController | Guard):

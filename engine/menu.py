@@ -78,8 +78,15 @@ class Menu:
         raise MenuError(f"draft length {k}{whose} is not in the menu {self}; choose one that is, or add it")
 
     def longest(self, drafter: str) -> int:
-        """Index of a drafter's longest reusing entry. Raises `MenuError` where it has none."""
-        return self.find(max((each.k for each in self.actions if each.drafter == drafter), default=1), drafter)
+        """Index of a drafter's longest reusing entry; of the plain step where all of its entries are fresh.
+
+        Raises `MenuError` for a drafter that is not in the menu.
+        """
+        if drafter not in self.drafters:
+            raise MenuError(f"drafter {drafter!r} is not in the menu {self}; choose one that is, or add it")
+        return self.find(
+            max((each.k for each in self.actions if each.reuse and each.drafter == drafter), default=0), drafter
+        )
 
     def mask(self, can_reuse: bool) -> list[bool]:
         """Which entries may be chosen now.

@@ -27,7 +27,7 @@ UNCUT_VERSION = 2  # of policies from before drafts could be cut: they are read 
 FORMAT = SealedFormat(
     name="policy",
     form="draftgate-policy",
-    versions=(3, UNCUT_VERSION),
+    versions=(4, 3, UNCUT_VERSION),  # 3 had one cut for all drafters
     error=PolicyError,
     noun="a policy",
     made="export",
@@ -64,9 +64,11 @@ class Policy:
 
     def __post_init__(self) -> None:
         try:
-            check_cut(self.min_confidence)
+            check_cut(self.min_confidence, self.menu)
         except SettingError as error:
             raise PolicyError(f"the policy's {error}") from error
+        if isinstance(self.min_confidence, Mapping):
+            object.__setattr__(self, "min_confidence", dict(self.min_confidence))  # not the caller's, who may change it
         if isinstance(self.head, ConstantHead):
             self._check_constant(self.head.action)
 
@@ -96,7 +98,7 @@ class Policy:
             "drafters": list(self.menu.drafters),
             "target": self.target,
             "precision": self.precision,
-            "min_confidence": dict(cut) if isinstance(cut := self.min_confidence, Mapping) else cut,
+            "min_confidence": self.min_confidence,
             "schema": {"version": SCHEMA_VERSION, "names": schema.names, "units": schema.units},
             "head": {"kind": self.head.kind, **self.head.settings()},
             "costs": self.costs.to_json(),

@@ -42,7 +42,7 @@ class Lanes:
 
     def __init__(self, traces: TraceSet, menu: Menu, size: int, min_confidence: Cut = 0.0) -> None:
         check_recorded(traces, menu)
-        check_cut(min_confidence)
+        check_cut(min_confidence, menu)
         self.menu, self.schema, self.size = menu, ObservationSchema(menu), size
         self._flat, self._lagging = traces.flat(), np.array([False, *traces.lagging])
         self._prices = Prices(size, traces.drafters, max(menu.lengths, default=0))

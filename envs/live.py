@@ -75,9 +75,9 @@ class SpeculativeDecodingEnv(RequestEnv[Session]):
         render_mode: str | None = None,
         min_confidence: Cut = 0.0,
     ) -> None:
-        check_cut(min_confidence)
         drafters = (drafter,) if isinstance(drafter, str) else tuple(drafter)
         actions = parse_menu(menu, drafters) if menu else default_menu(drafters)
+        check_cut(min_confidence, actions)
         super().__init__(actions, ObservationSchema(actions))
         self.render_mode = render_mode
         self._engine_settings = (target, drafters, str(self.menu), precision, device, prefix_cache_bytes)

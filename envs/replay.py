@@ -50,7 +50,6 @@ class ReplayEnv(RequestEnv[ReplaySession]):
         latency: str = "median",
         min_confidence: Cut = 0.0,
     ) -> None:
-        check_cut(min_confidence)
         check_latency(latency)
         self.traces = traces if isinstance(traces, TraceSet) else load_traces(traces)
         self.costs = costs if isinstance(costs, CostTable) else read_costs(costs)
@@ -58,6 +57,7 @@ class ReplayEnv(RequestEnv[ReplaySession]):
             raise TraceError("the set holds no trace; record a workload that has requests")
         drafters = self.traces.drafters
         actions = parse_menu(menu, drafters) if menu else default_menu(drafters)
+        check_cut(min_confidence, actions)
         check_recorded(self.traces, actions)
         check_priced(self.costs, actions.lengths, actions.drafters)
         super().__init__(actions, ObservationSchema(actions, self.costs))

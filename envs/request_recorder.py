@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 from torch import Tensor
@@ -173,7 +173,9 @@ class _Columns:
 
 def _kept(drafter: Drafter) -> Drafter:
     """The same, but a model goes on from its last draft."""
-    return KeptDrafter(**vars(drafter)) if type(drafter) is ModelDrafter else drafter
+    if type(drafter) is not ModelDrafter:
+        return drafter
+    return KeptDrafter(*(getattr(drafter, each.name) for each in fields(drafter)))
 
 
 def _agreeing(drafted: Sequence[int], truth: Sequence[int]) -> int:

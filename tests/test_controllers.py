@@ -125,8 +125,21 @@ def test_threshold_takes_the_first_drafter_or_the_one_that_is_named() -> None:
     ):
         controller = make_controller(name, menu)
         assert (chosen(controller, menu), controller.name) == (longest, full)
-    with pytest.raises(MenuError, match="of drafter c is not in the menu"):
-        make_controller("threshold:0.3:c", menu)
+    for name in ("c", ""):
+        with pytest.raises(MenuError, match=f"^drafter '{name}' is not in the menu"):
+            make_controller(f"threshold:0.3:{name}", menu)
+
+
+def test_a_drafter_without_reusing_entries_has_the_plain_step_for_its_longest() -> None:
+    menu = parse_menu("reuse/0,fresh/a/8,reuse/b/4,fresh/b/8", ("a", "b"))
+    assert [menu.longest(drafter) for drafter in ("a", "b")] == [menu.plain, menu.find(4, "b")]
+
+
+def test_a_threshold_s_name_holds_every_digit() -> None:
+    for threshold in (0.0, 0.1, 1 / 3, 1.0):
+        name = ThresholdController(MENU, threshold).name
+        assert make_controller(name, MENU).min_confidence == threshold
+    assert ThresholdController(MENU, 1.0).name == "threshold:1"
 
 
 def test_the_decoder_hands_the_confidence_to_the_drafter() -> None:

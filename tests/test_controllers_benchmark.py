@@ -17,13 +17,14 @@ from trace_tools import made_up_traces
 from two_cells import COSTS, FLAT, MENU, two_cells
 
 from agents.gap import HINDSIGHT, ORACLE
-from agents.hindsight import try_fixed, tuned_cut
+from agents.hindsight import try_fixed
 from agents.material import Material
 from agents.network import greedy
 from agents.online import LearningController
 from agents.randomise import random_costs
 from agents.stationary import Counterfactual
 from agents.trainers import AGENTS, BANDITS, training_costs
+from agents.tuning import tuned_cut
 from agents.ucb import UCB
 from benchmarks import controllers, decide, decider, transfer
 from benchmarks.cut_model import cut_drafter, cut_folder

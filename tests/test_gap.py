@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from trace_tools import made_up_costs, made_up_traces
 from two_cells import COSTS, FLAT, MENU, two_cells
 
 from agents import UCB
 from agents.gap import HINDSIGHT, ORACLE, Gap, judge_gap
-from agents.hindsight import try_fixed, try_thresholds, tuned_cut
+from agents.hindsight import try_fixed, try_thresholds
 from agents.network import greedy
 from agents.online import LearningController
 from agents.oracle import optimum
@@ -19,6 +20,7 @@ from agents.rules import THRESHOLDS
 from agents.some_costs import MeanSpeedup, best_fixed, some_of
 from agents.stationary import Counterfactual
 from agents.step_table import step_table, with_every_length
+from agents.tuning import tuned_cut
 from engine.controller_names import make_controller
 from engine.controllers import ThresholdController, fixed_name
 from engine.guard import Guard
@@ -162,6 +164,23 @@ def test_a_learner_goes_on_learning_as_a_controller() -> None:
     for _ in range(6):
         last = run_controller(TRAIN, COSTS, MENU, controller)
     assert last.seconds.sum() < first.seconds.sum()
+
+
+def test_a_learner_cuts_the_drafts_of_whoever_it_chose() -> None:
+    menu = parse_menu("reuse/0,reuse/a/2,reuse/b/4", ("a", "b"))
+    costs = made_up_costs(np.random.default_rng(0), ("a", "b"))
+    chosen = iter([1, 2, 0])
+
+    class Told(UCB):
+        def choose(self, vector: np.ndarray, mask: Sequence[bool]) -> int:
+            return next(chosen)
+
+    learner = Told(menu, ObservationSchema(menu, costs), seed=0)
+    controller = LearningController(learner, menu, costs, {"a": 0.25, "b": 0.75})
+    observation = ReplaySession(made_up_traces(0), 0, menu, costs).observe()
+    for least in (0.25, 0.75, 0.0):
+        controller.choose(observation, menu.mask(False))
+        assert controller.min_confidence == least
 
 
 def test_a_learner_is_not_taught_the_steps_that_a_guard_takes() -> None:

@@ -9,6 +9,7 @@ import pytest
 from tiny_models import WatchedRunner, load_tiny, random_tokens, reference
 from torch import Tensor
 
+from engine.drafters.base import EMPTY_DRAFT
 from engine.drafters.kept import KeptDrafter
 from engine.drafters.model import ModelDrafter, ModelDraftState
 from engine.kv import KVBuffer
@@ -30,15 +31,15 @@ def watched() -> WatchedRunner:
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.9, 1.0])
 def test_drafts_and_signals_are_the_model_drafters(share: float) -> None:
-    """The text goes on as drafted with odds of `share`, by up to three tokens between two drafts."""
+    """The text goes on as drafted with odds of `share`, by up to seven tokens at once: a draft has five."""
     rng, text = random.Random(3), list(PROMPT)
     kept, plain = begun(KeptDrafter, watched()), begun(ModelDrafter, watched())
-    for _ in range(40):
+    for _ in range(20):
         assert kept.signal(text) == plain.signal(text)
         ours, theirs = kept.propose(text, K), plain.propose(text, K)
         assert ours == theirs
         assert kept.propose(text, K) == theirs
-        for token in ours.tokens[: rng.randrange(1, 4)]:
+        for token in reference(load_tiny("drafter"), text, K + 2)[: rng.randrange(1, K + 3)]:
             text.append(token if rng.random() < share else rng.randrange(40))
     assert len(kept.propose(text, K).tokens) == K
 
@@ -59,6 +60,27 @@ def test_fewer_tokens_than_are_kept_are_the_beginning_of_the_draft() -> None:
     draft = state.propose(PROMPT, K)
     assert state.propose(PROMPT, 2).tokens == draft.tokens[:2]
     assert state.propose(PROMPT, K) == draft
+
+
+@pytest.mark.parametrize("k", [0, -1])
+def test_no_draft_is_asked_for(k: int) -> None:
+    state = begun(KeptDrafter, watched())
+    state.propose(PROMPT, K)
+    assert state.propose(PROMPT, k) == EMPTY_DRAFT
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_drafts_end_at_the_drafter_s_context(kept: bool) -> None:
+    runner = watched()
+    runner.max_context = len(PROMPT) + 3
+    state, text = begun(KeptDrafter if kept else ModelDrafter, runner), list(PROMPT)
+    counts, shown = [], []
+    for token in reference(load_tiny("drafter"), PROMPT, 5):
+        counts.append(len(state.propose(text, K).tokens))
+        text.append(token)
+        shown.append(state.signal(text).confidence)
+    assert counts == [3, 2, 1, 0, 0]
+    assert shown[2] == shown[3] == shown[4] > 0.0
 
 
 @pytest.mark.parametrize("place", range(1, K + 1))

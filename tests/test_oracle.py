@@ -17,6 +17,7 @@ from agents.step_table import step_table, with_every_length
 from engine.controller_names import make_controller
 from engine.controllers import BaseController
 from engine.costs import CostTable
+from engine.cuts import Cut, cut_of
 from engine.errors import MenuError
 from engine.menu import Menu, parse_menu
 from engine.observation import Observation
@@ -143,8 +144,8 @@ def test_no_controller_beats_it(seed: int) -> None:
 
 
 @settings(deadline=None, max_examples=20)
-@given(st.integers(0, 10**6), st.sampled_from([0.0, 0.6, 0.8]))
-def test_the_table_holds_what_a_rollout_meets(seed: int, cut: float) -> None:
+@given(st.integers(0, 10**6), st.sampled_from([0.0, 0.6, {"a": 0.4, "b": 0.8}]))
+def test_the_table_holds_what_a_rollout_meets(seed: int, cut: Cut) -> None:
     """Random actions; reading debts are added up as the table's docstring says."""
     traces, costs = made_up_traces(seed), costs_of(seed)
     table, rng = step_table(traces, MENU, costs, min_confidence=cut), np.random.default_rng(seed)
@@ -155,7 +156,7 @@ def test_the_table_holds_what_a_rollout_meets(seed: int, cut: float) -> None:
             at = session.observe().generated
             assert table.allowed[index, at].tolist() == session.mask()
             action = int(rng.choice(np.flatnonzero(session.mask())))
-            record = session.step(action, cut)
+            record = session.step(action, cut_of(cut, MENU[action].drafter))
             cell = (index, at, action)
             assert table.tokens[cell] == len(record.tokens)
             lagging = int(table.lags[cell])

@@ -20,6 +20,7 @@ from trace_tools import made_up_costs
 import engine.policy as policy_module
 from engine.cells import Cells
 from engine.costs import CostTable
+from engine.cuts import Cut, described
 from engine.drafters.base import Signal
 from engine.errors import DraftgateError, PolicyError, StorageError
 from engine.menu import default_menu, parse_menu
@@ -175,6 +176,11 @@ def test_a_cut_of_each_drafter_holds_for_the_drafts_of_that_one(tmp_path: Path) 
         assert controller.min_confidence == least
 
 
+def test_a_policy_from_before_drafters_had_cuts_of_their_own_is_read(saved: Path) -> None:
+    rewrite(saved, lambda d: d.update(version=3, min_confidence=0.2))
+    assert load_policy(saved).min_confidence == 0.2
+
+
 def test_a_policy_from_before_drafts_could_be_cut_is_uncut(saved: Path) -> None:
     rewrite(saved, lambda d: (d.update(version=2), d.pop("min_confidence")))
     loaded = load_policy(saved)
@@ -183,13 +189,30 @@ def test_a_policy_from_before_drafts_could_be_cut_is_uncut(saved: Path) -> None:
 
 @pytest.mark.parametrize("wrong", [-0.01, 1.01, float("nan"), "0.3", None, True, [0.3], {"ngram": "high"}])
 def test_a_cut_that_is_no_share_is_refused(saved: Path, wrong: Any) -> None:
-    told = next(iter(wrong.values())) if isinstance(wrong, dict) else wrong
-    message = f"the policy's min_confidence is {told!r}; give a number from 0 to 1"
+    of, told = (" of ngram", wrong["ngram"]) if isinstance(wrong, dict) else ("", wrong)
+    message = f"the policy's min_confidence{of} is {told!r}; give a number from 0 to 1"
     with pytest.raises(PolicyError) as caught:
         replace(make_policy(), min_confidence=wrong)
     assert str(caught.value) == message
     rewrite(saved, lambda d: d.update(min_confidence=wrong))
     assert refused(saved) == message
+
+
+def test_a_cut_of_a_drafter_that_the_menu_lacks_is_refused(saved: Path) -> None:
+    rewrite(saved, lambda d: d.update(min_confidence={"ngrm": 0.5}))
+    assert refused(saved) == "the policy's min_confidence names drafter 'ngrm'; the menu has ngram"
+
+
+def test_a_policy_s_cut_is_its_own() -> None:
+    cut = {"ngram": 0.5}
+    policy = replace(make_policy(), min_confidence=cut)
+    cut["ngram"] = 7.0
+    assert policy.min_confidence == {"ngram": 0.5}
+
+
+@pytest.mark.parametrize(("cut", "text"), [(0.1, "0.1"), ({"a": 0.2, "b": 0.0}, "0.2 of a, 0 of b"), ({}, "0")])
+def test_a_cut_is_described(cut: Cut, text: str) -> None:
+    assert described(cut) == text
 
 
 def test_a_policy_without_its_cut_is_damaged(saved: Path) -> None:
@@ -307,11 +330,11 @@ def test_what_is_no_json(saved: Path, text: bytes) -> None:
     assert message.endswith("; export it again")
 
 
-@pytest.mark.parametrize("version", [0, 1, 4, "2", None, [1], "a\nb"])
+@pytest.mark.parametrize("version", [0, 1, 5, "2", None, [1], "a\nb"])
 def test_another_format_version(saved: Path, version: Any) -> None:
     rewrite(saved, lambda d: d.update(version=version))
     mend = "export it again or update draftgate"
-    assert refused(saved) == f"{saved} holds a policy of format {version!r}, this version reads 3; {mend}"
+    assert refused(saved) == f"{saved} holds a policy of format {version!r}, this version reads 4; {mend}"
 
 
 def set_at(*path: Any, to: Any) -> Callable[[dict[str, Any]], None]:

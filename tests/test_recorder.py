@@ -9,7 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_models import FunctionDrafter, TableRunner, load_table, load_tiny, tiny_decoder, tiny_model_drafter
+from tiny_models import (
+    FunctionDrafter,
+    TableRunner,
+    WatchedRunner,
+    load_table,
+    load_tiny,
+    tiny_decoder,
+    tiny_model_drafter,
+)
 from trace_tools import TALKS, talk
 
 from engine import SpeculativeDecoder
@@ -96,6 +104,25 @@ def test_drafts_and_signals_are_those_of_the_drafter_at_each_position(
             assert found == (signal.match_length, signal.support, signal.confidence)
             same = [a == b for a, b in zip(draft.tokens, answer[at:])]
             assert trace.matched[0, at] == (same.index(False) if False in same else len(same))
+
+
+def test_a_model_s_drafts_are_those_that_it_makes_anew_at_each_position(tmp_path: Path) -> None:
+    """And where the text goes on as drafted, they take fewer passes."""
+    loaded = load_tiny("llama")
+    for copies, drafter in ((True, load_tiny("llama").runner), (False, load_tiny("drafter").runner)):
+        runner = WatchedRunner(drafter)
+        model = tiny_model_drafter(loaded, runner=runner)
+        decoder = tiny_decoder(loaded, [model])
+        request = decoder.request([1, 2, 3, 1, 2], NEW)
+        runner.passes.clear()
+        trace, _ = RequestRecorder(decoder, K).record(request, TURN)
+        passes, state = len(runner.passes), model.begin(list(request.tokens))
+        for at in range(trace.length):
+            text = [*request.tokens, *trace.tokens[:at].tolist()]
+            assert trace.signal_confidence[0, at] == state.signal(text).confidence
+            draft = state.propose(text, K)
+            assert (trace.proposed[0, at], trace.confidences[0, at].tolist()) == (K, draft.confidences)
+        assert (passes == K + trace.length - 1) if copies else (K + trace.length - 1 <= passes <= K * trace.length)
 
 
 def first_turns() -> Workload:

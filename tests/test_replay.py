@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -287,13 +288,13 @@ def test_a_batch_cuts_drafts_as_the_threshold_controller_does(threshold: float) 
 
 @pytest.mark.parametrize("wrong", [-0.1, 1.5, float("nan"), {"a": 0.5, "b": 1.1}])
 def test_a_cut_that_is_no_share_is_refused(wrong: Cut) -> None:
-    message = "^min_confidence is .*; give a number from 0 to 1$"
+    message = "^min_confidence( of b)? is .*; give a number from 0 to 1$"
     with pytest.raises(SettingError, match=message):
         ReplayBatch(made_up_traces(0), COSTS, MENU, 2, min_confidence=wrong)
     with pytest.raises(SettingError, match=message):
         ReplayEnv(made_up_traces(0), COSTS, str(MENU), min_confidence=wrong)
     with pytest.raises(SettingError, match=message):
-        SpeculativeDecodingEnv(min_confidence=wrong)
+        SpeculativeDecodingEnv(drafter=["a", "b"], min_confidence=wrong)
 
 
 def test_a_seed_repeats_a_batch() -> None:
@@ -517,15 +518,16 @@ def test_the_environment_tells_what_the_live_one_tells(saved: dict[str, Any]) ->
 
 
 def test_the_environment_cuts_drafts(saved: dict[str, Any]) -> None:
-    env = gymnasium.make("draftgate/SpeculativeDecodingReplay-v0", **saved, min_confidence=0.9).unwrapped
+    cut = {"a": 0.9, "b": 0.3}
+    env = gymnasium.make("draftgate/SpeculativeDecodingReplay-v0", **saved, min_confidence=cut).unwrapped
     assert isinstance(env, ReplayEnv)
-    longest = env.menu.find(max(env.menu.lengths))
-    for seed in range(8):
+    for seed, drafter in product(range(4), "ab"):
+        longest = env.menu.longest(drafter)
         env.reset(seed=seed)
         other = ReplaySession(env.traces, env.traces.traces.index(env.session.trace), env.menu, env.costs)
         while not env.session.finished:
             _, _, _, _, info = env.step(longest)
-            record = other.step(longest, 0.9)
+            record = other.step(longest, cut[drafter])
             assert (info["drafted"], info["seconds"]) == (record.drafted, record.seconds)
 
 

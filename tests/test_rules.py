@@ -12,10 +12,10 @@ import pytest
 from trace_tools import made_up_costs, made_up_traces
 
 from agents.evaluation import PLAIN
-from agents.hindsight import simple_rules, tuned_cut
 from agents.material import Material
 from agents.rules import THRESHOLDS
 from agents.seeds import Trained
+from agents.tuning import simple_rules, tuned_cut
 from agents.validation import validate
 from engine.controller_names import make_controller
 from engine.cuts import cut_of
@@ -42,12 +42,12 @@ def test_a_rule_takes_the_time_of_the_controller_that_it_is_named_after() -> Non
 def test_rules_are_plain_the_best_fixed_choice_and_the_tuned_threshold() -> None:
     plain, fixed, threshold = simple_rules(TRAIN, COSTS, MENU)
     assert (plain.name, plain.action, plain.min_confidence) == (PLAIN, MENU.plain, 0.0)
-    steps = {
-        action: run_controller(TRAIN, COSTS, MENU, Constant(action)).plain_steps.sum()
+    seconds = {
+        action: run_controller(TRAIN, COSTS, MENU, Constant(action)).seconds.sum()
         for action, entry in enumerate(MENU.actions)
         if entry.reuse
     }
-    assert steps[fixed.action] == pytest.approx(min(steps.values()), rel=1e-9)
+    assert seconds[fixed.action] == pytest.approx(min(seconds.values()), rel=1e-9)
     names = [f"threshold:{each:g}:{drafter}" for drafter in "ab" for each in THRESHOLDS]
     times = [run_controller(TRAIN, COSTS, MENU, make_controller(name, MENU)).seconds.sum() for name in names]
     best = int(np.argmin(times))
@@ -93,14 +93,16 @@ def test_the_fastest_rule_is_named_unless_a_seed_is_faster(factor: float, export
 
 def test_a_rule_is_a_policy_that_looks_at_nothing(tmp_path: Path) -> None:
     _, _, rule = simple_rules(TRAIN, COSTS, MENU)
-    policy = Policy(rule.name, MENU, rule.head(), COSTS, min_confidence=rule.min_confidence)
+    policy = Policy(rule.name, MENU, rule.head(), COSTS, min_confidence=rule.cut(MENU))
+    assert policy.min_confidence == {MENU[rule.action].drafter: rule.min_confidence}
     policy.save(tmp_path)
     loaded = load_policy(tmp_path)
     assert loaded == replace(policy, costs=loaded.costs)
     controller = loaded.controller()
-    assert (controller.needs_observation, controller.min_confidence) == (False, rule.min_confidence)
+    assert not controller.needs_observation
     for can_reuse in (False, True):
         assert controller.choose(None, MENU.mask(can_reuse)) == rule.action
+        assert controller.min_confidence == rule.min_confidence
 
 
 @pytest.mark.parametrize("action", [-1, len(MENU), 99])

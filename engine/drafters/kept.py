@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
 
-from engine.drafters.base import Draft, Signal
+from engine.drafters.base import EMPTY_DRAFT, Draft, Signal
 from engine.drafters.model import ModelDrafter, ModelDraftState
 from engine.sampling import Sampling
 
@@ -27,24 +27,29 @@ class _KeptState(ModelDraftState):
         self._place = 0  # length of the text that the last draft followed
         self._drafted: list[int] = []
         self._tops: list[float] = []  # q's top probability for each
+        self._shown = 0.0  # of the first token of the last draft that had one
 
     def signal(self, tokens: Sequence[int]) -> Signal:
-        return Signal(confidence=self._tops[0] if self._tops else 0.0)
+        return Signal(confidence=self._shown)
 
     def propose(
         self, tokens: list[int], k: int, sampling: Sampling | None = None, min_confidence: float = 0.0
     ) -> Draft:
         """As the model drafter's, but greedy and whole whatever is asked."""
+        if k <= 0:
+            return EMPTY_DRAFT
         grown = len(tokens) - self._place
         kept = grown if self._drafted[:grown] == tokens[self._place :] else len(self._drafted)
         drafted, tops = self._drafted[kept:], self._tops[kept:]
         self._place, self._drafted, self._tops = len(tokens), drafted, tops
+        self._shown = tops[0] if tops else self._shown
         while len(drafted) < k:
             one = super().propose([*tokens, *drafted], 1)
             if not one.tokens:
                 break
             drafted += one.tokens
             tops += one.confidences
+            self._shown = tops[0]
         return Draft(drafted[:k], list(accumulate(tops[:k], mul)))
 
     def _follow(self, tokens: list[int]) -> None:
