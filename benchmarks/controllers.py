@@ -1,8 +1,9 @@
 """Every controller on the same recorded test requests: its speed-up, and its share of what there is to gain.
 
 What learns or is tuned sees the training requests, and the validation requests where it chooses among its own
-iterates. Bandits are judged twice: frozen as they are exported, and going on learning over the test requests. With
-several drafters in the menu each is judged alone besides, so that their choice is held against the better one.
+iterates; with `--folds` every request of the three splits is judged, by what learned on others. Bandits are judged
+twice: frozen as they are exported, and going on learning over the requests that are judged. With several drafters in
+the menu each is judged alone besides, so that their choice is held against the better one.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from agents.report import aligned
 from agents.stages import say, stage
 from agents.trainers import AGENTS
 from benchmarks.field import Field, judge_field
+from benchmarks.folds import judge_folds, pooled
 from benchmarks.gap_plot import plot_gap
 from benchmarks.lessons import check_agents, check_amounts
 from benchmarks.recordings import load_engine, record_splits
@@ -54,6 +56,9 @@ class Options:
     uncut: bool = False
     """Train every agent too without the cut that policies carry: drafts end before the first token that their drafter
     trusts less than the threshold tuned on train."""
+    folds: int = 0
+    """Deal the requests of all splits into so many folds and judge each by what was learned on the others; 0: train,
+    validation and test as they are."""
     workload: Annotated[list[str], UseAppendAction] = field(default_factory=list)
     """Prompts: bundled (the default), or a file with all three splits."""
     requests: int = 0
@@ -81,12 +86,13 @@ def main(options: Options) -> None:
     if warning := noise_warning(costs):
         say(warning)
     seeds = range(options.seeds)
-    judged = judge_field(splits, menu, costs, options.agents, seeds, options.effort, options.uncut)
+    told = (menu, costs, options.agents, seeds, options.effort, options.uncut)
+    judged = judge_folds(splits, *told, options.folds) if options.folds else judge_field(splits, *told)
     document = {
         "options": {name: value for name, value in asdict(options).items() if name not in ("plot", "json")},
         "menu": str(menu),
         "costs": costs.to_json(),
-        "test_tokens": splits.test.num_tokens,
+        "judged_tokens": (pooled(splits) if options.folds else splits.test).num_tokens,
         **judged.to_json(),
     }
     print(described(judged))
@@ -120,6 +126,6 @@ def described(judged: Field) -> str:
             *tables,
             ratios,
             f"seconds of training, the slowest seed: {training}",
-            f"cut of the policies, tuned on train: {cuts.described(judged.cut)}",
+            f"cut of the policies, tuned on train: {'; '.join(map(cuts.described, judged.cuts))}",
         ]
     )

@@ -48,18 +48,19 @@ class Field:
     Attributes:
         gap: every arm.
         ratios: what was learned, over what it has to beat.
-        cut: the `min_confidence` that policies carry, tuned on train; those named "uncut" carry none.
+        cuts: the `min_confidence` that policies carry, tuned on train: one, or one a fold; those named "uncut" carry
+            none.
         seconds: agent -> what the training of each seed took.
     """
 
     gap: Gap
     ratios: list[Ratio]
-    cut: Cut
+    cuts: list[Cut]
     seconds: dict[str, list[float]]
 
     def to_json(self) -> dict[str, Any]:
         ratios = [asdict(one) for one in self.ratios]
-        return self.gap.to_json() | {"ratios": ratios, "cut": self.cut, "training_seconds": self.seconds}
+        return self.gap.to_json() | {"ratios": ratios, "cuts": self.cuts, "training_seconds": self.seconds}
 
 
 def judge_field(
@@ -91,14 +92,18 @@ def judge_field(
     if uncut:
         without = _teach_all(replace(material, min_confidence=0.0), agents, seeds, effort)
         taught |= {name + UNCUT: rows for name, rows in without.items()}
-    several = menu.drafters if len(menu.drafters) > 1 else ()
-    for drafter in several:
+    for drafter in _several(menu):
         with stage("alone", f"only {drafter} in the menu"):
             others |= _alone(splits, drafter, costs, agents, seeds, effort)
     with stage("judgement", f"every arm on {len(splits.test)} test requests"):
         gap = judge_gap(splits.train, splits.test, menu, costs, _heads(taught), others, cuts)
-    ratios = [ratio for name in taught for ratio in _ratios(gap, name, several)]
-    return Field(gap, ratios, cut, {name: [one.seconds for one in rows] for name, rows in taught.items()})
+    seconds = {name: [one.seconds for one in rows] for name, rows in taught.items()}
+    return Field(gap, ratios_of(gap, list(taught), menu), [cut], seconds)
+
+
+def ratios_of(gap: Gap, learned: Sequence[str], menu: Menu) -> list[Ratio]:
+    """What was learned, over what it has to beat."""
+    return [ratio for name in learned for ratio in _ratios(gap, name, _several(menu))]
 
 
 def _material(splits: Splits, menu: Menu, costs: CostTable) -> Material:
@@ -140,6 +145,11 @@ def _alone(
     gap = judge_gap(splits.train, splits.test, menu, costs, _heads(taught), cuts=cuts)
     kept = (FIXED, HINDSIGHT, THRESHOLD, *taught)
     return {_single(name, drafter): list(gap.seconds[name]) for name in kept}
+
+
+def _several(menu: Menu) -> Sequence[str]:
+    """The drafters, where there is a choice between them."""
+    return menu.drafters if len(menu.drafters) > 1 else ()
 
 
 def _ratios(gap: Gap, name: str, drafters: Sequence[str]) -> list[Ratio]:

@@ -1,9 +1,10 @@
 """How fast replay is, and how well its times predict live ones: every arm live and interleaved, against the costs.
 
-Costs are calibrated anew before the live run and after it, and averaged: what a machine slows down in between cancels
-out. Drift, the later plain step over the earlier one, tells how far absolute times are to be trusted. A ratio is an
-arm's replayed time over its live time on the same requests, prefill included, with a 95 % bootstrap interval over
-groups of requests. Rankings are compared too; replay may order otherwise what is nearly tied live.
+Costs are calibrated anew during the live run, before every few requests and at its end. A request is replayed under the
+mean of the tables around it, so that a machine that is slower for a while is so on both sides. Drift, the longest
+calibrated plain step over the shortest, tells how far absolute times are to be trusted. A ratio is an arm's replayed
+time over its live time on the same requests, prefill included, with a 95 % bootstrap interval over groups of requests.
+Rankings are compared too; replay may order otherwise what is nearly tied live.
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ from tqdm import tqdm
 
 from agents.evaluation import PLAIN, Judgement, judge
 from agents.report import aligned
+from benchmarks.calibrations import Calibrations, replay_around
 from benchmarks.intervals import rate_ratio
 from engine import SpeculativeDecoder
-from engine.calibration import calibrate, noise_warning
-from engine.controller_names import make_controller
+from engine.calibration import noise_warning
 from engine.costs import CostTable
+from engine.errors import SettingError
 from engine.menu import Menu
 from engine.storage import write_json
 from envs.recorder import record
 from envs.replay import ReplayEnv
 from envs.trace import TraceSet
-from envs.vector import ReplayBatch, Totals, run_controller
+from envs.vector import ReplayBatch, Totals
 from envs.workloads import load_workload
 
 RATE_SECONDS = 2.0  # of each measurement of replay's own speed
@@ -54,6 +56,8 @@ class Options:
     """Requests of the split, balanced over kinds; 0 takes all."""
     max_new_tokens: int = 96
     """New tokens of a request at most."""
+    calibrate_every: int = 2
+    """Requests between two calibrations."""
     lanes: int = 512
     """Requests under way at once where replay's speed is measured."""
     json: Path | None = None
@@ -61,47 +65,44 @@ class Options:
 
 
 def main(options: Options) -> None:
+    if options.calibrate_every < 1:
+        raise SettingError(f"calibrate-every is {options.calibrate_every}; give 1 request or more")
     decoder = SpeculativeDecoder.from_pretrained(
         options.target, options.drafters, controller="plain", precision=options.precision
     )
     workload = load_workload(options.workload, options.split).at_most(options.requests, seed=0)
     menu = decoder.parts.menu
     traces = record(decoder, workload, options.max_new_tokens, max(menu.lengths))
-    before = calibrate(decoder.parts)
+    measured = Calibrations(decoder.parts, options.calibrate_every)
     arms = {name: name for name in dict.fromkeys([PLAIN, *options.arms])}
-    with tqdm(total=workload.num_requests, unit="request", desc="live") as bar:
-        judgement = judge(decoder, arms, workload, options.max_new_tokens, bar.update)
-    after = calibrate(decoder.parts)
-    costs = average(before, after)
-    if warning := noise_warning(costs):
+    with tqdm(total=workload.num_requests, unit="request", desc="live, and calibrating") as bar:
+
+        def on_request() -> None:
+            measured.before_request()
+            bar.update()
+
+        judgement = judge(decoder, arms, workload, options.max_new_tokens, on_request)
+    measured.measure()
+    costs = measured.around()
+    if len(costs) != len(traces):
+        raise SettingError(f"{len(costs) - len(traces)} requests do not fit the model; give shorter prompts")
+    if warning := noise_warning(max(costs, key=lambda table: table.spread)):
         print(warning)
-    replayed = {arm: run_controller(traces, costs, menu, make_controller(arm, menu, lambda: costs)) for arm in arms}
+    replayed = {arm: replay_around(traces, costs, menu, arm) for arm in arms}
     result = {
         "requests": len(traces),
         "tokens": traces.num_tokens,
-        "spread": costs.spread,
-        "drift": after.plain_seconds(0) / before.plain_seconds(0),
+        "spread": max(table.spread for table in costs),
+        "drift": measured.drift,
+        "calibrations": len(measured.tables),
         "arms": {arm: compare(judgement, arm, replayed) for arm in arms},
         "ranking": rank(judgement, replayed),
-        "speed": speeds(traces, costs, menu, options.lanes),
+        "speed": speeds(traces, costs[0], menu, options.lanes),
     }
     print(described(result))
     if options.json:
         write_json(options.json, result)
     print(json.dumps(result))
-
-
-def average(first: CostTable, second: CostTable) -> CostTable:
-    """The means of all figures of two tables of one engine."""
-    return CostTable.from_json(_mean(first.to_json(), second.to_json()))
-
-
-def _mean(first: Any, second: Any) -> Any:
-    if isinstance(first, dict):
-        return {name: _mean(value, second[name]) for name, value in first.items() if name in second}
-    if isinstance(first, list | tuple):
-        return [_mean(*pair) for pair in zip(first, second)]
-    return first if isinstance(first, str) else (first + second) / 2
 
 
 def compare(judgement: Judgement, arm: str, replayed: Mapping[str, Totals]) -> dict[str, Any]:

@@ -26,14 +26,15 @@ from agents.stationary import Counterfactual
 from agents.trainers import AGENTS, BANDITS, training_costs
 from agents.tuning import tuned_cut
 from agents.ucb import UCB
-from benchmarks import controllers, decide, decider, transfer
+from benchmarks import controllers, decide, decider, folds, transfer
 from benchmarks.cut_model import cut_drafter, cut_folder
 from benchmarks.field import FIXED, THRESHOLD, Field, judge_field
+from benchmarks.folds import pooled
 from benchmarks.lessons import teach
 from benchmarks.recordings import Splits, load_engine, record_splits
 from engine.costs import CostTable
 from engine.cuts import Cut
-from engine.errors import DrafterError
+from engine.errors import DrafterError, SettingError
 from engine.menu import default_menu
 from engine.models import load_model
 from engine.observation import ObservationSchema
@@ -94,7 +95,7 @@ def test_bandits_are_judged_frozen_and_going_on_learning(judged: Field) -> None:
 
 def test_policies_carry_the_cut_that_was_tuned_on_train(judged: Field) -> None:
     assert CUT > 0.0
-    assert judged.cut == CUT
+    assert judged.cuts == [CUT]
     for name, cut in (("counterfactual", CUT), ("counterfactual, uncut", 0.0)):
         for seed in range(2):
             head = teach("counterfactual", replace(MATERIAL, min_confidence=cut), seed, 0.02).head
@@ -157,6 +158,45 @@ def test_with_several_drafters_each_is_judged_alone_too() -> None:
         assert over[better] == pytest.approx(totals[better] / arms["ucb"].sum())
         assert len(set(totals) & set(over)) == 1
     assert list(arms)[-1] == ORACLE
+
+
+@pytest.mark.parametrize("drafters", [("a",), ("a", "b")])
+def test_every_request_is_judged_once_by_what_learned_on_other_groups(
+    drafters: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    splits = Splits(*(made_up_traces(seed) for seed in range(3)))
+    pool, menu = pooled(splits), default_menu(drafters)
+    costs, dealt = random_costs(np.random.default_rng(0), default_menu(("a", "b"))), []
+
+    def noted(fold: Splits, *told: Any) -> Field:
+        dealt.append(fold)
+        return judge_field(fold, *told)
+
+    monkeypatch.setattr(folds, "judge_field", noted)
+    field = folds.judge_folds(splits, menu, costs, ["bandit"], [0, 1], 0.01, True, 3)
+    for fold in dealt:
+        groups = [{trace.group for trace in part.traces} for part in (fold.train, fold.validation, fold.test)]
+        assert all(groups)
+        assert not groups[0] & groups[1]
+        assert not (groups[0] | groups[1]) & groups[2]
+        assert sum(len(part) for part in (fold.train, fold.validation, fold.test)) == len(pool)
+    judged = [trace for fold in dealt for trace in fold.test.traces]
+    assert sorted(map(id, judged)) == sorted(map(id, pool.traces))
+    assert field.gap.groups == tuple(trace.group for trace in judged)
+    alone = [judge_field(fold, menu, costs, ["bandit"], [0, 1], 0.01, True) for fold in dealt]
+    for arm, seconds in field.gap.seconds.items():
+        np.testing.assert_array_equal(seconds, np.concatenate([each.gap.seconds[arm] for each in alone], axis=1))
+    assert field.cuts == [cut for each in alone for cut in each.cuts]
+    assert [one.arm for one in field.ratios] == [one.arm for one in alone[0].ratios]
+    for one in field.ratios:
+        assert (one.value, one.low, one.high) == field.gap.ratio(one.over, one.arm)
+    assert len(field.seconds["ucb"]) == 6
+
+
+@pytest.mark.parametrize("count", [-1, 1, 99])
+def test_folds_that_cannot_be_dealt_are_refused(count: int) -> None:
+    with pytest.raises(SettingError, match=f"^folds is {count}; these requests are of .* groups: give 2 to "):
+        next(folds.folded(pooled(SPLITS), count))
 
 
 # -- transfer -----------------------------------------------------------------------------------------------------

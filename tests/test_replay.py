@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import gymnasium
 import numpy as np
@@ -22,7 +22,9 @@ import envs
 from agents.evaluation import Judgement, Outcome
 from agents.network import greedy
 from agents.sb3_env import ReplayVecEnv
+from benchmarks import calibrations
 from benchmarks import replay as benchmark
+from benchmarks.calibrations import average
 from engine import SpeculativeDecoder
 from engine.controller_names import make_controller
 from engine.controllers import BaseController
@@ -668,9 +670,29 @@ def test_the_benchmark_compares_replayed_with_live_times() -> None:
     assert ranking["widest_swap"] == pytest.approx(1.0)
 
 
+def test_each_request_is_replayed_under_what_was_measured_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = iter([COSTS, CostTable.from_json(twice(COSTS.to_json())), COSTS])
+    monkeypatch.setattr(calibrations, "calibrate", lambda parts: next(measured))
+    traces, taken = made_up_traces(5).subset(range(5)), calibrations.Calibrations(cast(Any, None), 3)
+    for _ in range(5):
+        taken.before_request()
+    taken.measure()
+    assert (len(taken.tables), taken.drift) == (3, pytest.approx(2.0))
+    costs = taken.around()
+    assert [table.overhead / COSTS.overhead for table in costs] == pytest.approx([1.5] * 5)
+    mixed = [COSTS, *taken.tables[1:2] * 2, COSTS, COSTS]
+    totals = calibrations.replay_around(traces, mixed, MENU, "heuristic")
+    once, doubled = (
+        run_controller(traces, table, MENU, make_controller("heuristic", MENU)) for table in taken.tables[:2]
+    )
+    expected = [(once, doubled)[place in (1, 2)].seconds[place] for place in range(5)]
+    np.testing.assert_array_equal(totals.seconds, expected)
+    np.testing.assert_array_equal(totals.steps, once.steps)
+
+
 def test_two_calibrations_are_averaged() -> None:
     doubled = CostTable.from_json(twice(COSTS.to_json()))
-    mean = benchmark.average(COSTS, replace(doubled, reading=dict(list(doubled.reading.items())[:2])))
+    mean = average(COSTS, replace(doubled, reading=dict(list(doubled.reading.items())[:2])))
     assert mean.contexts == COSTS.contexts
     assert mean.verify[4] == pytest.approx([1.5 * seconds for seconds in COSTS.verify[4]])
     assert mean.draft["a"] == pytest.approx(1.5 * COSTS.draft["a"])
