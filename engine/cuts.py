@@ -44,5 +44,5 @@ def described(cut: Cut) -> str:
 
 
 def _check_share(value: object, what: str) -> None:
-    if not isinstance(value, Real) or isinstance(value, bool) or not 0.0 <= float(value) <= 1.0:
+    if not isinstance(value, Real) or isinstance(value, bool) or not 0.0 <= value <= 1.0:  # type: ignore[operator]
         raise SettingError(f"{what} is {value!r:.40}; give a number from 0 to 1")
