@@ -54,7 +54,7 @@ class Pipeline:
         """
         self._folder.lock()
         with stage("costs", "what each draft length costs on this machine"):
-            costs = self._folder.costs() if resume else self._decoder.costs()
+            costs = self._folder.costs(self.menu) if resume else self._decoder.costs()
             self._take_folder(costs, resume)
             plot_costs(costs, self._folder.path / "costs.png")
         lengths = ", ".join(f"v({k}) {costs.verify_ratio(k):.2f}" for k in self.menu.lengths)

@@ -13,6 +13,7 @@ from typing import IO, Any
 from agents.curve import CURVE_FILE
 from engine.costs import CostTable
 from engine.errors import PolicyError, SettingError, StorageError, TraceError
+from engine.menu import Menu
 from engine.policy import FORMAT as POLICY
 from engine.storage import write_json
 from envs.replay import read_costs
@@ -117,9 +118,12 @@ class RunFolder:
         """Take the folder up again; it may be resumed with more seeds than it was begun with. Raises `StorageError`."""
         write_json(self.path / CONFIG_FILE, self.config)
 
-    def costs(self) -> CostTable:
+    def costs(self, menu: Menu) -> CostTable:
         """The costs that the run was begun with. Raises `TraceError` where they are damaged."""
-        return read_costs(self.path / COSTS_FILE)
+        costs = read_costs(self.path / COSTS_FILE)
+        if not costs.covers(menu.lengths, menu.drafters):
+            raise TraceError(f"{self.path / COSTS_FILE} does not cover the menu {menu}; begin anew with --overwrite")
+        return costs
 
     def seed(self, seed: int) -> Path:
         """Where a seed's state and policy are kept."""

@@ -60,7 +60,7 @@ class Training:
             points = [CurvePoint(int(step), float(speed)) for step, speed in state.pop("curve")]
             done = points[-1].step
             self._learner.restore({name.removeprefix(_OWN): tensor for name, tensor in state.items()})
-        except (SafetensorError, KeyError, TypeError, ValueError, IndexError, OSError) as error:
+        except (SafetensorError, KeyError, TypeError, ValueError, IndexError, OverflowError, OSError) as error:
             raise PolicyError(f"{self._path} cannot be resumed ({type(error).__name__}: {error})") from error
         self.curve, self.steps_done = points, done
 

@@ -67,6 +67,8 @@ class Options:
 def main(options: Options) -> None:
     if options.calibrate_every < 1:
         raise SettingError(f"calibrate-every is {options.calibrate_every}; give 1 request or more")
+    if options.lanes < 1 or not options.drafters:
+        raise SettingError(f"{options.lanes} lanes and {len(options.drafters)} drafters; give 1 or more of each")
     decoder = SpeculativeDecoder.from_pretrained(
         options.target, options.drafters, controller="plain", precision=options.precision
     )

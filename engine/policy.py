@@ -63,12 +63,15 @@ class Policy:
     min_confidence: Cut = 0.0
 
     def __post_init__(self) -> None:
+        for what in ("name", "target", "precision"):
+            _check_text(what, getattr(self, what))
         try:
             check_cut(self.min_confidence, self.menu)
         except SettingError as error:
             raise PolicyError(f"the policy's {error}") from error
-        if isinstance(self.min_confidence, Mapping):
-            object.__setattr__(self, "min_confidence", dict(self.min_confidence))  # not the caller's, who may change it
+        cut = self.min_confidence  # the caller's, who may change it, or any kind of number
+        owned = {n: float(c) for n, c in cut.items()} if isinstance(cut, Mapping) else float(cut)
+        object.__setattr__(self, "min_confidence", owned)
         if isinstance(self.head, ConstantHead):
             self._check_constant(self.head.action)
 
@@ -162,6 +165,16 @@ def load_policy(folder: str | Path) -> Policy:
         raise PolicyError(f"the policy in {folder} is damaged ({reason}); export it again") from error
     FORMAT.check_document(folder, document)
     return policy
+
+
+def _check_text(what: str, value: object) -> None:
+    """Raise `PolicyError` for what is no text that can be printed and kept."""
+    try:
+        if not isinstance(value, str):
+            raise TypeError
+        value.encode("utf-8")
+    except (TypeError, UnicodeEncodeError) as error:
+        raise PolicyError(f"the policy's {what} is {value!r:.40}; give text") from error
 
 
 def _text(document: Mapping[str, Any], name: str) -> str:

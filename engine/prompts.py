@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from engine.errors import PromptError, first_line
@@ -14,6 +14,8 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 def encode_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
     """Token ids of text, chat messages or token ids. Raises `PromptError` where there is nothing to encode."""
     try:
+        if isinstance(prompt, bytes | bytearray | Set | Mapping):
+            raise TypeError
         parts = list(prompt)
     except TypeError as error:
         kind = type(prompt).__name__

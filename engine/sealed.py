@@ -50,6 +50,7 @@ class SealedFormat:
         tensors = save_tensors({key: np.ascontiguousarray(array) for key, array in arrays.items()})
         sealed = {"format": self.form, "version": self.versions[0], **document}
         sealed["tensors_sha256"] = _digest(tensors)
+        self._settle(folder)
         write_atomically(self._waiting(folder), lambda path: path.write_bytes(tensors))
         write_json(self._json(folder), sealed | {"sha256": document_digest(sealed)})
         move(self._waiting(folder), self._tensors(folder))
@@ -91,6 +92,18 @@ class SealedFormat:
 
     def _waiting(self, folder: Path) -> Path:
         return folder / f"{self.name}.next.safetensors"
+
+    def _settle(self, folder: Path) -> None:
+        """Finish a save that was killed: tensors that the document tells of do not wait on, or the next would go over
+        them."""
+        waiting = self._waiting(folder)
+        if waiting.is_file() and self.is_in(folder):
+            try:
+                told = self._read_json(folder).get("tensors_sha256")
+            except DraftgateError:
+                return
+            if _digest(self._read_bytes(waiting)) == told:
+                move(waiting, self._tensors(folder))
 
     def _bytes_of(self, folder: Path, digest: Any) -> bytes:
         """The tensors; those that still wait where it is them that the document tells of."""

@@ -99,7 +99,7 @@ class Lanes:
         A masked action acts as its reusing twin. Latencies are medians, or drawn by `rng`. Raises `MenuError` for an
         action outside the menu.
         """
-        actions = self._allowed(np.asarray(actions, dtype=np.int64))
+        actions = self._allowed(np.asarray(actions))
         flat, request, position, lanes = self._flat, self.request, self.position, self._lanes
         prompt, length = flat.prompt_tokens[request], flat.length[request]
         running, first, context = position < length, position == 0, prompt + position
@@ -157,6 +157,8 @@ class Lanes:
         self._cost_columns = slice(len(names) - self.schema.num_costs, len(names))
 
     def _allowed(self, actions: np.ndarray) -> np.ndarray:
+        if actions.dtype.kind not in "iu":
+            raise MenuError(f"actions are of type {actions.dtype}; give indices of the menu")
         if actions.shape != (self.size,) or (actions < 0).any() or (actions >= len(self.menu)).any():
             raise MenuError(f"actions {actions} are not {self.size} indices of the menu of {len(self.menu)} entries")
         can_reuse = (self.position == 0) & (self._cached > 0)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from gymnasium.error import ResetNeeded
 
 from engine.controllers import Controller
 from engine.costs import CostTable
@@ -57,22 +58,26 @@ class ReplayBatch:
         self._lanes = Lanes(traces, menu, size, min_confidence)
         self.menu, self.schema, self.size = menu, self._lanes.schema, size
         self._costs, self._sampled, self._num_requests = costs, latency == "sampled", len(traces)
+        self._begun = False
         self._seed(seed)
 
     def reset(self, seed: int | None = None) -> np.ndarray:
         """Begin `size` requests; observations float32 `[B, F]`. A seed also restarts the order of requests."""
         if seed is not None:
             self._seed(seed)
+        self._begun = True
         for lane in range(self.size):
             self._begin(lane)
         return self._lanes.observations()
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-        """One step of each request. Raises `MenuError` for an action outside the menu.
+        """One step of each request. Raises `MenuError` for an action outside the menu, `ResetNeeded` before `reset`.
 
         Returns observations float32 `[B, F]` (of the next request where one ended), rewards float64 `[B]`, dones bool
         `[B]`, and arrays `[B]` of what happened, named as in `envs.lanes.Steps`.
         """
+        if not self._begun:
+            raise ResetNeeded("call reset before step")
         steps = self._lanes.step(actions, self._rng if self._sampled else None)
         for lane in np.flatnonzero(steps.done):
             self._begin(int(lane))

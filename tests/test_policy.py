@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from trace_tools import made_up_costs
 import engine.policy as policy_module
 from engine.cells import Cells
 from engine.costs import CostTable
-from engine.cuts import Cut, described
+from engine.cuts import Cut, cut_of, described
 from engine.drafters.base import Signal
 from engine.errors import DraftgateError, PolicyError, StorageError
 from engine.menu import default_menu, parse_menu
@@ -201,6 +202,19 @@ def test_a_cut_that_is_no_share_is_refused(saved: Path, wrong: Any) -> None:
 def test_a_cut_of_a_drafter_that_the_menu_lacks_is_refused(saved: Path) -> None:
     rewrite(saved, lambda d: d.update(min_confidence={"ngrm": 0.5}))
     assert refused(saved) == "the policy's min_confidence names drafter 'ngrm'; the menu has ngram"
+
+
+@pytest.mark.parametrize("what", ["name", "target", "precision"])
+@pytest.mark.parametrize("wrong", [5, None, b"x", "a\ud800"])
+def test_what_is_no_text_is_refused_before_it_is_saved(what: str, wrong: Any) -> None:
+    with pytest.raises(PolicyError, match=f"^the policy's {what} is .*; give text$"):
+        replace(make_policy(), **{what: wrong})
+
+
+def test_any_number_is_kept_as_a_float(tmp_path: Path) -> None:
+    for cut in (np.float32(0.25), Fraction(1, 4), {"ngram": np.float64(0.25)}):
+        replace(make_policy(), min_confidence=cut).save(tmp_path)
+        assert cut_of(load_policy(tmp_path).min_confidence, "ngram") == 0.25
 
 
 def test_a_policy_s_cut_is_its_own() -> None:

@@ -299,6 +299,19 @@ def test_a_cut_that_is_no_share_is_refused(wrong: Cut) -> None:
         SpeculativeDecodingEnv(drafter=["a", "b"], min_confidence=wrong)
 
 
+@pytest.mark.parametrize("actions", [[1.7, 1.2], ["1", "1"], [True, False]])
+def test_actions_that_are_no_indices_are_refused(actions: list[Any]) -> None:
+    batch = ReplayBatch(made_up_traces(0), COSTS, MENU, 2)
+    batch.reset(seed=0)
+    with pytest.raises(MenuError, match="give indices of the menu"):
+        batch.step(np.array(actions))
+
+
+def test_a_batch_is_reset_before_it_steps() -> None:
+    with pytest.raises(gymnasium.error.ResetNeeded):
+        ReplayBatch(made_up_traces(0), COSTS, MENU, 2).step(np.zeros(2, int))
+
+
 def test_a_seed_repeats_a_batch() -> None:
     traces = made_up_traces(3)
 

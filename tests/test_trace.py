@@ -232,6 +232,23 @@ def test_a_save_that_is_killed_leaves_the_earlier_set_or_the_new_one(
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([JSON, TENSORS])
 
 
+@pytest.mark.parametrize("killed_in", ["write_atomically", "write_json", "move"])
+def test_two_saves_that_are_killed_leave_a_whole_set(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, killed_in: str
+) -> None:
+    """The first is killed where its tensors wait to be put in place."""
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    for number, name in ((1, "move"), (2, killed_in)):
+        with monkeypatch.context() as patch:
+            patch.setattr(sealed, name, killed)
+            with pytest.raises(KeyboardInterrupt):
+                made_up_traces(number).save(saved)
+    assert_same(load_traces(saved), made_up_traces(1))
+
+
 def test_tensors_of_another_set_are_noticed(saved: Path, tmp_path: Path) -> None:
     made_up_traces(1).save(tmp_path / "other")
     (tmp_path / "other" / TENSORS).replace(saved / TENSORS)

@@ -174,6 +174,16 @@ def test_a_configuration_that_is_damaged_is_one_line(run: Run, out: Path, conten
     assert stderr.endswith("); begin anew with --overwrite\n")
 
 
+def test_costs_that_lack_a_length_are_one_line(run: Run, out: Path) -> None:
+    run("--steps", 8)
+    document = json.loads((out / COSTS_FILE).read_text())
+    del document["verify"]["8"]
+    (out / COSTS_FILE).write_text(json.dumps(document))
+    code, _, stderr = run("--steps", 8, "--resume")
+    assert code == 2
+    assert f"{out / COSTS_FILE} does not cover the menu" in stderr.splitlines()[-1]
+
+
 def test_damaged_costs_are_one_line(run: Run, out: Path) -> None:
     run("--steps", 8)
     (out / COSTS_FILE).write_bytes(b"{}")
