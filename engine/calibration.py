@@ -25,6 +25,7 @@ ROUNDS = 9
 READING_ROUNDS = BOOKKEEPING_ROUNDS = 6
 EVERY_LENGTH = 8  # draft lengths up to this are timed also where the menu lacks them: a drafter may propose fewer
 NOISY = 0.15  # a spread of the plain step's times beyond this is warned of
+TRIES = 3  # calibrations of a machine that is too noisy
 FORMAT_VERSION = 4  # of the files kept
 
 
@@ -32,8 +33,8 @@ def cached_costs(engine: str, parts: Parts, device: str = "cpu") -> CostTable:
     """The cost table of an engine on this machine, from the cache folder, or measured now and kept there.
 
     `engine` names in one line what the costs depend on besides the machine: the target, its precision, the drafters.
-    A table that cannot be kept is used all the same, with a warning. So is one of a machine that was too busy to tell,
-    which is not kept.
+    A table that cannot be kept is used all the same, with a warning. A machine that is too busy to tell is measured
+    again, up to `TRIES` times in all; the least noisy table is then used with a warning, and not kept.
     """
     machine = machine_fingerprint(device)
     measured = [CONTEXTS, READINGS, ROUNDS]
@@ -48,7 +49,7 @@ def cached_costs(engine: str, parts: Parts, device: str = "cpu") -> CostTable:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass  # never measured, damaged, or by a version that wrote another form
     print("draftgate: calibrating costs on this machine, once; up to a minute", file=sys.stderr, flush=True)
-    costs = calibrate(parts, CONTEXTS, ROUNDS, device, engine)
+    costs = _least_noisy(parts, device, engine)
     if warning := noise_warning(costs):
         print(f"draftgate: {warning}", file=sys.stderr, flush=True)
         return costs
@@ -57,6 +58,18 @@ def cached_costs(engine: str, parts: Parts, device: str = "cpu") -> CostTable:
     except StorageError as error:
         warnings.warn(f"the measured costs are not kept and will be measured again ({error})", stacklevel=2)
     return costs
+
+
+def _least_noisy(parts: Parts, device: str, engine: str) -> CostTable:
+    """The first table that can be trusted, else the one of the least spread."""
+    tables: list[CostTable] = []
+    while len(tables) < TRIES:
+        if tables:
+            print("draftgate: something else keeps this machine busy; calibrating again", file=sys.stderr, flush=True)
+        tables.append(calibrate(parts, CONTEXTS, ROUNDS, device, engine))
+        if noise_warning(tables[-1]) is None:
+            break
+    return min(tables, key=lambda table: table.spread)
 
 
 def calibrate(

@@ -505,9 +505,25 @@ def test_costs_of_a_busy_machine_are_used_and_not_kept(
     measured: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(calibration, "NOISY", TABLE.spread / 2)
-    assert [cached_costs("e", some()).prefill for _ in range(2)] == [1.0, 2.0]
-    assert capsys.readouterr().err.count("are not to be trusted and not kept") == 2
+    assert [cached_costs("e", some()).prefill for _ in range(2)] == [1.0, 4.0]  # each the first of three alike
+    told = capsys.readouterr().err
+    assert (told.count("are not to be trusted and not kept"), told.count("calibrating again")) == (2, 4)
     assert not (tmp_path / "costs").exists()
+
+
+@pytest.mark.parametrize(
+    ("spreads", "taken", "kept"), [([0.3, 0.1], 0.1, True), ([0.3, 0.2, 0.4], 0.2, False), ([0.1], 0.1, True)]
+)
+def test_a_busy_machine_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spreads: list[float], taken: float, kept: bool
+) -> None:
+    waiting = [replace(TABLE, spread=spread) for spread in spreads]
+    monkeypatch.setenv("DRAFTGATE_CACHE", str(tmp_path))
+    monkeypatch.setattr(calibration, "NOISY", 0.15)
+    monkeypatch.setattr(calibration, "calibrate", lambda *_: waiting.pop(0))
+    assert cached_costs("e", some()).spread == taken
+    assert waiting == []
+    assert (tmp_path / "costs").exists() == kept
 
 
 @pytest.mark.parametrize("changed", [{"engine": "another"}, {"machine": "another"}, {"verify": {"0": [1.0, 1.0]}}])
