@@ -56,7 +56,7 @@ class Options:
     """Requests of the split, balanced over kinds; 0 takes all."""
     max_new_tokens: int = 96
     """New tokens of a request at most."""
-    calibrate_every: int = 2
+    calibrate_every: int = 1
     """Requests between two calibrations."""
     lanes: int = 512
     """Requests under way at once where replay's speed is measured."""
