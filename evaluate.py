@@ -178,8 +178,8 @@ def make_arms(policies: Mapping[Path, Policy], controllers: Sequence[str]) -> di
 def _thresholds(policy: Policy) -> list[str]:
     """A policy's cut of each drafter as a rule."""
     menu, cut = policy.menu, policy.min_confidence
-    limits = {menu.longest(drafter): cut_of(cut, drafter) for drafter in menu.drafters}
-    return [threshold_name(menu, longest, limit) for longest, limit in limits.items() if limit > 0]
+    cuts = [(menu.longest(drafter), cut_of(cut, drafter)) for drafter in menu.drafters]
+    return [threshold_name(menu, longest, limit) for longest, limit in cuts if limit > 0]
 
 
 if __name__ == "__main__":

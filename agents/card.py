@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from agents.run_folder import CARD_FILE
 from agents.trainers import BANDITS
 from agents.validation import Validation
 from engine import Policy
+from engine.calibration import noise_warning
 from engine.cuts import described
 from engine.policy_heads import ConstantHead
 from engine.storage import write_atomically
@@ -74,7 +75,7 @@ def _training(policy: Policy, material: Material) -> str:
             "prompts": f"{', '.join(told['workload'])} (fingerprint {told['workload_fingerprint']})",
             "traces": f"{len(material.train)} requests, {material.train.num_tokens} tokens of greedy answers, "
             f"at most {told['max_new_tokens']} a request",
-            "agent": f"{told['agent']}, {told['steps']} steps, seed {told['seed']} of {_join(told['seeds'])}{end}",
+            "agent": f"{told['agent']}, {told['steps']} steps, seed {_seed(told)}{end}",
             "costs": "this machine's, as costs.json has them"
             if told["costs"] == "measured"
             else f"{len(material.tables)} tables drawn at random, so that the policy heeds the costs it is told",
@@ -94,6 +95,8 @@ def _validation(policy: Policy, validation: Validation | None) -> str:
 
 
 def _chosen_on(policy: Policy, validation: Validation) -> str:
+    if isinstance(policy.head, ConstantHead):
+        return "They chose this rule over what was learned, which flatters its figure a little."
     chosen = ["iterate"] if policy.provenance["agent"] not in BANDITS else []
     chosen += ["seed"] if len(validation.seeds) > 1 else []
     if not chosen:
@@ -142,6 +145,8 @@ def _limits(policy: Policy, judging: str) -> str:
     ]
     if policy.provenance["costs"] == "measured":
         lines.append("It saw the costs of one machine only. For several, train with `--costs randomised`.")
+    if warning := noise_warning(policy.costs):
+        lines.append(f"**It was made on a machine that was too busy**: {warning}.")
     lines.append(f"For figures of prompts that had no part in it: `{judging}`.")
     return "## Limits\n\n" + "\n".join(f"- {line}" for line in lines)
 
@@ -164,5 +169,6 @@ def _list(entries: dict[str, Any]) -> str:
     return "\n".join(f"- {name}: {value}" for name, value in entries.items())
 
 
-def _join(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
+def _seed(told: Mapping[str, Any]) -> str:
+    """The seed, and of which ones where there were several."""
+    return str(told["seed"]) + (f" of {', '.join(map(str, told['seeds']))}" if len(told["seeds"]) > 1 else "")

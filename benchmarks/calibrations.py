@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import fields
-from functools import cache
 from typing import Any
 
-import numpy as np
-
 from engine.calibration import calibrate
-from engine.controller_names import make_controller
 from engine.costs import CostTable
-from engine.menu import Menu
 from engine.session import Parts
-from envs.trace import TraceSet
-from envs.vector import Totals, run_controller
 
 
 class Calibrations:
@@ -49,20 +40,6 @@ class Calibrations:
         """For each request the mean of the tables before and after it."""
         means = [average(*pair) for pair in zip(self.tables, self.tables[1:])]
         return [means[place] for place in self._places]
-
-
-def replay_around(traces: TraceSet, costs: Sequence[CostTable], menu: Menu, arm: str) -> Totals:
-    """A controller over all traces in order, each under costs of its own."""
-
-    @cache
-    def under(place: int) -> Totals:
-        table = costs[place]
-        return run_controller(traces, table, menu, make_controller(arm, menu, lambda: table))
-
-    first = {id(table): place for place, table in reversed(list(enumerate(costs)))}
-    runs = [under(first[id(table)]) for table in costs]
-    figures = [np.array([getattr(run, each.name)[r] for r, run in enumerate(runs)]) for each in fields(Totals)]
-    return Totals(*figures)
 
 
 def average(first: CostTable, second: CostTable) -> CostTable:

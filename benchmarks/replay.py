@@ -21,10 +21,11 @@ from tqdm import tqdm
 
 from agents.evaluation import PLAIN, Judgement, judge
 from agents.report import aligned
-from benchmarks.calibrations import Calibrations, replay_around
+from benchmarks.calibrations import Calibrations
 from benchmarks.intervals import rate_ratio
 from engine import SpeculativeDecoder
 from engine.calibration import noise_warning
+from engine.controller_names import make_controller
 from engine.costs import CostTable
 from engine.errors import SettingError
 from engine.menu import Menu
@@ -32,7 +33,7 @@ from engine.storage import write_json
 from envs.recorder import record
 from envs.replay import ReplayEnv
 from envs.trace import TraceSet
-from envs.vector import ReplayBatch, Totals
+from envs.vector import ReplayBatch, Totals, run_controller
 from envs.workloads import load_workload
 
 RATE_SECONDS = 2.0  # of each measurement of replay's own speed
@@ -90,7 +91,7 @@ def main(options: Options) -> None:
         raise SettingError(f"{len(costs) - len(traces)} requests do not fit the model; give shorter prompts")
     if warning := noise_warning(max(costs, key=lambda table: table.spread)):
         print(warning)
-    replayed = {arm: replay_around(traces, costs, menu, arm) for arm in arms}
+    replayed = {arm: run_controller(traces, costs, menu, make_controller(arm, menu, decoder.costs)) for arm in arms}
     result = {
         "requests": len(traces),
         "tokens": traces.num_tokens,

@@ -84,9 +84,8 @@ class Menu:
         """
         if drafter not in self.drafters:
             raise MenuError(f"drafter {drafter!r} is not in the menu {self}; choose one that is, or add it")
-        return self.find(
-            max((each.k for each in self.actions if each.reuse and each.drafter == drafter), default=0), drafter
-        )
+        lengths = [each.k for each in self.actions if each.reuse and each.drafter == drafter]
+        return self.find(max(lengths, default=0), drafter)
 
     def mask(self, can_reuse: bool) -> list[bool]:
         """Which entries may be chosen now.

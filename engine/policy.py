@@ -169,15 +169,12 @@ def load_policy(folder: str | Path) -> Policy:
 
 def _check_text(what: str, value: object) -> None:
     """Raise `PolicyError` for what is no text that can be printed and kept."""
-    try:
-        if not isinstance(value, str):
-            raise TypeError
-        value.encode("utf-8")
-    except (TypeError, UnicodeEncodeError) as error:
-        raise PolicyError(f"the policy's {what} is {value!r:.40}; give text") from error
+    if not isinstance(value, str) or value.encode("utf-8", "ignore").decode() != value:  # lone surrogates
+        raise PolicyError(f"the policy's {what} is {value!r:.40}; give text")
 
 
 def _text(document: Mapping[str, Any], name: str) -> str:
+    """An entry whose fault is told with the folder, as all damage is."""
     if not isinstance(document[name], str):
         raise TypeError(f"{name} is {document[name]!r}, not text")
     return str(document[name])

@@ -60,8 +60,9 @@ class SealedFormat:
 
         Raises `error` where a file is missing, truncated, altered or of another version.
         """
-        document, path = self._read_json(folder), self._tensors(folder)
-        tensors = self._bytes_of(folder, document.get("tensors_sha256"))
+        document = self._read_json(folder)
+        path = self._waiting(folder) if self._waits(folder, document) else self._tensors(folder)
+        tensors = self._read_bytes(path)
         if document.get("format") != self.form:
             raise self.error(f"{self._json(folder)} is no {self.form} document; {self.wanted}")
         if document.get("version") not in self.versions:
@@ -96,21 +97,17 @@ class SealedFormat:
     def _settle(self, folder: Path) -> None:
         """Finish a save that was killed: tensors that the document tells of do not wait on, or the next would go over
         them."""
-        waiting = self._waiting(folder)
-        if waiting.is_file() and self.is_in(folder):
-            try:
-                told = self._read_json(folder).get("tensors_sha256")
-            except DraftgateError:
-                return
-            if _digest(self._read_bytes(waiting)) == told:
-                move(waiting, self._tensors(folder))
+        try:
+            document = self._read_json(folder)
+        except DraftgateError:  # nothing was saved here, or nothing that is whole
+            return
+        if self._waits(folder, document):
+            move(self._waiting(folder), self._tensors(folder))
 
-    def _bytes_of(self, folder: Path, digest: Any) -> bytes:
-        """The tensors; those that still wait where it is them that the document tells of."""
+    def _waits(self, folder: Path, document: Mapping[str, Any]) -> bool:
+        """Whether the tensors that the document tells of still wait to be put in place."""
         waiting = self._waiting(folder)
-        if waiting.is_file() and _digest(tensors := self._read_bytes(waiting)) == digest:
-            return tensors
-        return self._read_bytes(self._tensors(folder))
+        return waiting.is_file() and _digest(self._read_bytes(waiting)) == document.get("tensors_sha256")
 
     def _read_json(self, folder: Path) -> dict[str, Any]:
         path = self._json(folder)

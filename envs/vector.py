@@ -167,18 +167,21 @@ def rollout(
     return Totals(*sums[:3], *sums[3:].astype(np.int64))
 
 
-def run_controller(traces: TraceSet, costs: CostTable, menu: Menu, controller: Controller) -> Totals:
-    """Run a controller of the engine over every trace once, in order, at median costs.
+def run_controller(
+    traces: TraceSet, costs: CostTable | Sequence[CostTable], menu: Menu, controller: Controller
+) -> Totals:
+    """Run a controller of the engine over every trace once, in order, at median costs: one table for all, or one each.
 
     A controller that learns or keeps a state carries it from request to request, as in an engine.
     """
     rows = []
-    for index in range(len(traces)):
-        session = ReplaySession(traces, index, menu, costs)
+    tables = [costs] * len(traces) if isinstance(costs, CostTable) else costs
+    for index, table in enumerate(tables):
+        session = ReplaySession(traces, index, menu, table)
         session.run(controller)
         steps = session.steps
         seconds = [step.seconds for step in steps]
-        plain = [step.seconds / costs.plain_seconds(step.context) for step in steps]
+        plain = [step.seconds / table.plain_seconds(step.context) for step in steps]
         counts = [(len(step.tokens), 1, step.drafted > 0, step.drafted, step.accepted) for step in steps]
         rows.append((sum(seconds), sum(plain), seconds[0], *np.sum(counts, axis=0)))
     columns = np.array(rows, dtype=np.float64).T

@@ -694,7 +694,7 @@ def test_each_request_is_replayed_under_what_was_measured_around_it(monkeypatch:
     costs = taken.around()
     assert [table.overhead / COSTS.overhead for table in costs] == pytest.approx([1.5] * 5)
     mixed = [COSTS, *taken.tables[1:2] * 2, COSTS, COSTS]
-    totals = calibrations.replay_around(traces, mixed, MENU, "heuristic")
+    totals = run_controller(traces, mixed, MENU, make_controller("heuristic", MENU))
     once, doubled = (
         run_controller(traces, table, MENU, make_controller("heuristic", MENU)) for table in taken.tables[:2]
     )

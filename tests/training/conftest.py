@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from run_tools import PLOTS, ROWS, Run
+from run_tools import PLOTS, ROWS, Run, write_rows
 
 import agents.pipeline
 import agents.seeds
@@ -16,9 +15,7 @@ import train
 
 @pytest.fixture(scope="module")
 def workload(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("workload") / "small.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
-    return path
+    return write_rows(tmp_path_factory.mktemp("workload") / "small.jsonl", *ROWS)
 
 
 @pytest.fixture

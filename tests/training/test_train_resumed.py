@@ -97,7 +97,9 @@ def test_a_rule_goes_out_in_the_place_of_a_policy_that_is_no_faster(
     assert isinstance(policy.head, ConstantHead)
     assert policy.min_confidence == float(policy.name.partition(":")[2])
     assert f"no seed is faster than {policy.name}, so this rule is exported" in stderr
-    assert "No learned policy is" in (out / CARD_FILE).read_text(encoding="utf-8")
+    card = (out / CARD_FILE).read_text(encoding="utf-8")
+    assert "No learned policy is" in card
+    assert "They chose this rule over what was learned" in card
     assert load_policy(out / "seeds" / "0").name == "ucb"
     code, _, _ = run("--export", "learned", "--check-requests", 1, "--resume")
     assert (code, load_policy(out).name) == (0, "ucb")
@@ -140,7 +142,7 @@ def test_ctrl_c_exports_the_best_so_far(run: Run, out: Path, monkeypatch: pytest
     assert (policy.provenance["steps"], policy.provenance["whole"]) == (56, False)
     assert not {CHECK_FILE, "validation.json"} & {path.name for path in out.iterdir()}
     card = (out / "README.md").read_text(encoding="utf-8")
-    assert "56 steps, seed 0 of 0; the training was interrupted there" in card
+    assert "56 steps, seed 0; the training was interrupted there" in card
     assert "Not validated: the run was interrupted." in card
     assert len(read_curves(out / "curve.csv")[0]) == 7
 

@@ -19,7 +19,7 @@ from agents.material import Material
 from agents.run_folder import CHECK_FILE
 from agents.trainers import MACHINES
 from agents.training import STRETCHES
-from engine import load_policy
+from engine import calibration, load_policy
 from engine.exactness import MODES
 from envs.workloads import load_workload
 
@@ -88,6 +88,15 @@ def test_the_policy_says_where_it_comes_from(run: Run, out: Path, target_folder:
     assert {"torch", "transformers", "gymnasium", "stable-baselines3", "numpy"} == set(told["versions"])
     assert told["machine"] == policy.costs.machine
     assert told["created"].endswith("Z")
+
+
+def test_the_card_of_a_busy_machine_says_so(run: Run, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = "made on a machine that was too busy"
+    run()
+    assert told not in (out / "README.md").read_text(encoding="utf-8")
+    monkeypatch.setattr(calibration, "NOISY", -1.0)
+    run("--overwrite")
+    assert told in (out / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_card_tells_what_was_measured(run: Run, out: Path, workload: Path) -> None:
